@@ -1,0 +1,130 @@
+"""What kernels with an anchor have in common: the epilogue on a finished tile, and how its operands are addressed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Sequence
+
+import jinja2
+import torch
+
+from fuser.codegen.cpp import printer
+from fuser.codegen.kernel import Body, Load, Store
+
+C_TYPES = {
+    torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "half",
+    torch.bool: "bool",
+}
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One tensor of the epilogue in the generated `Operands` struct."""
+
+    name: str
+    pointer: str
+    row: bool
+    column: str
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates beside this file."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(
+        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+
+
+def render(template: str, name: str, body: Body, columns: int, first_pointer: int, first_stride: str,
+           **more: object) -> str:
+    """The source of an anchored kernel.
+
+    The body's loads and stores have steps over (batch, row, column). Their pointers follow `first_pointer`, their
+    strides, three each, the C expression `first_stride`. `columns` decides how many vectors a tile row holds.
+    """
+    tensors: Sequence[Load | Store] = (*body.loads, *body.stores)
+    fields = [
+        _Field(_field_name(t, i), _pointer(t), t.steps[1] != "broadcast", t.steps[2])
+        for i, t in enumerate(tensors)
+    ]
+    narrow = columns <= vector_width(body.dtype)
+    return environment().get_template(template).render(
+        title=f"{name}: {' -> '.join(s.function.name for s in body.statements) or 'no epilogue'}",
+        origin=[f"{s.name} = {s.function.name}({', '.join(map(str, s.arguments))})" for s in body.statements],
+        real=C_TYPES[body.dtype], vectors=1 if narrow else 2, functions=printer.functions(body), name=name,
+        operands=fields, cost=8 * len(body.statements),
+        full=_lines(body, fields, partial=False), partial=_lines(body, fields, partial=True),
+        operand_setup=_setup(fields, tensors, first_pointer, first_stride), **more,
+    )
+
+
+def vector_width(dtype: torch.dtype) -> int:
+    """Elements of a hardware vector, as `vector.h` will choose it when compiled here."""
+    from fuser.codegen.compiler import vector_bytes
+
+    return vector_bytes() // dtype.itemsize
+
+
+def _field_name(tensor: Load | Store, position: int) -> str:
+    return tensor.name if isinstance(tensor, Load) else f"out{position}"
+
+
+def _pointer(tensor: Load | Store) -> str:
+    return f"{'const ' if isinstance(tensor, Load) else ''}{C_TYPES[tensor.dtype]}*"
+
+
+def _lines(body: Body, fields: list[_Field], partial: bool) -> list[str]:
+    """The C++ lines for one vector of columns; `c` counts from the tile's first column, `n` columns when partial."""
+    lines = []
+    if body.accumulator:
+        lines.append(f"const vec {body.accumulator} = load(tile + c);")
+    for load, field in zip(body.loads, fields):
+        kind = "mask" if load.dtype is torch.bool else "vec"
+        lines.append(f"const {kind} {load.name} = {_load(field, partial)};")
+    lines += printer.statements(body)
+    for store, field in zip(body.stores, fields[len(body.loads) :]):
+        lines.append(_store(store.value, field, partial))
+    return lines
+
+
+def _address(field: _Field) -> str:
+    parts = [f"o.{field.name}"]
+    if field.row:
+        parts.append(f"row * o.{field.name}_row")
+    if field.column == "unit":
+        parts.append("column + c")
+    if field.column == "strided":
+        parts.append(f"(column + c) * o.{field.name}_column")
+    return " + ".join(parts)
+
+
+def _load(field: _Field, partial: bool) -> str:
+    address = _address(field)
+    if field.column == "broadcast":
+        return f"broadcast(*({address}))"
+    if field.column == "strided":
+        return f"load_strided({address}, o.{field.name}_column, {'n' if partial else 'width'})"
+    return f"load_partial({address}, n)" if partial else f"load({address})"
+
+
+def _store(value: str, field: _Field, partial: bool) -> str:
+    address = _address(field)
+    if field.column == "strided":
+        return f"store_strided({address}, o.{field.name}_column, {value}, {'n' if partial else 'width'});"
+    return f"store_partial({address}, {value}, n);" if partial else f"store({address}, {value});"
+
+
+def _setup(fields: list[_Field], tensors: Sequence[Load | Store], first_pointer: int, first_stride: str) -> list[str]:
+    """Initialisers of the `Operands` struct: pointer (at this batch), then the strides it keeps."""
+    lines = []
+    for i, (field, tensor) in enumerate(zip(fields, tensors)):
+        at = f"{first_stride}[{3 * i}]"
+        lines.append(f"static_cast<{_pointer(tensor)}>(ptrs[{first_pointer + i}]) + batch * {at},")
+        if field.row:
+            lines.append(f"{first_stride}[{3 * i + 1}],")
+        if field.column == "strided":
+            lines.append(f"{first_stride}[{3 * i + 2}],")
+    return lines

@@ -1,0 +1,17 @@
+"""Regroup a factor into panels: for each group of columns, its lines along the depth one after another."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.codegen.cpp.anchored import C_TYPES, environment
+
+
+def source(name: str, dtype: torch.dtype, panel: int) -> str:
+    """C++ for `name(ptrs = [source, packed], args, threads)`; the template lists the arguments."""
+    return environment().get_template("pack.cpp.j2").render(name=name, real=C_TYPES[dtype], panel=panel)
+
+
+def packed_elements(batches: int, columns: int, depth: int, panel: int) -> int:
+    """Elements of the packed copy."""
+    return batches * -(-columns // panel) * depth * panel

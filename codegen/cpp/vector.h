@@ -1,0 +1,280 @@
+// Vectors of float or double by the compiler's vector extensions: loads, stores, conversions and functions.
+// FUSER_REAL (float or double) is the arithmetic type. Every function gives NaN for NaN, as eager does.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace fuser {
+
+#if defined(__AVX512F__)
+constexpr int vector_bytes = 64;
+#elif defined(__AVX2__)
+constexpr int vector_bytes = 32;
+#else
+constexpr int vector_bytes = 16;
+#endif
+
+using real = FUSER_REAL;
+constexpr int width = vector_bytes / static_cast<int>(sizeof(real));
+
+template <int N> struct signed_of;
+template <> struct signed_of<4> { using type = int32_t; };
+template <> struct signed_of<8> { using type = int64_t; };
+using lane_int = signed_of<sizeof(real)>::type;
+
+typedef real vec __attribute__((vector_size(vector_bytes)));
+typedef lane_int mask __attribute__((vector_size(vector_bytes)));  // all bits set where true
+typedef uint8_t bytes_of_lanes __attribute__((vector_size(width)));
+
+struct bfloat16 { uint16_t bits; };
+struct half { uint16_t bits; };
+
+#define FUSER_INLINE static inline __attribute__((always_inline))
+
+// Scalars of the storage types, to and from the arithmetic type.
+
+FUSER_INLINE float float_of_bits(uint32_t bits) { float f; __builtin_memcpy(&f, &bits, 4); return f; }
+FUSER_INLINE uint32_t bits_of_float(float f) { uint32_t bits; __builtin_memcpy(&bits, &f, 4); return bits; }
+
+FUSER_INLINE real to_real(float x) { return static_cast<real>(x); }
+FUSER_INLINE real to_real(double x) { return static_cast<real>(x); }
+FUSER_INLINE real to_real(bfloat16 x) { return float_of_bits(static_cast<uint32_t>(x.bits) << 16); }
+
+FUSER_INLINE real to_real(half x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // Halves count in steps of 2^-24 near zero; the multiplication is exact for normal and subnormal ones alike.
+  return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * 0x1p112f));
+}
+
+template <class T> FUSER_INLINE T from_real(real x);
+template <> inline float from_real<float>(real x) { return static_cast<float>(x); }
+template <> inline double from_real<double>(real x) { return static_cast<double>(x); }
+
+template <> inline bfloat16 from_real<bfloat16>(real x) {
+  const uint32_t bits = bits_of_float(static_cast<float>(x));
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fc0};
+  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
+template <> inline half from_real<half>(real x) {
+  const uint32_t bits = bits_of_float(static_cast<float>(x));
+  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to 2^16 or is infinite
+  if (magnitude < 0x38800000u) {  // subnormal as a half: let float addition round at 2^-24
+    const uint32_t rounded = bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f);
+    return {static_cast<uint16_t>(sign | rounded)};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+  return {static_cast<uint16_t>(sign | (rounded - 0x38000000u) >> 13)};
+}
+
+// Loads: whole vectors, the first n lanes (the others are 0), or lanes a stride apart.
+
+FUSER_INLINE vec load(const real* p) { vec v; __builtin_memcpy(&v, p, sizeof v); return v; }
+
+template <class T> FUSER_INLINE vec load(const T* p) {
+  vec v;
+  for (int i = 0; i < width; ++i) v[i] = to_real(p[i]);
+  return v;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+FUSER_INLINE __m256i float_lanes(int n) {
+  alignas(32) static const int32_t window[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(window + 8 - n));
+}
+FUSER_INLINE vec load_lanes(const float* p, int n, float) { return (vec)_mm256_maskload_ps(p, float_lanes(n)); }
+FUSER_INLINE vec load_lanes(const double* p, int n, double) { return (vec)_mm256_maskload_pd(p, float_lanes(2 * n)); }
+FUSER_INLINE vec load_partial(const real* p, int n) { return load_lanes(p, n, real{}); }
+#else
+FUSER_INLINE vec load_partial(const real* p, int n) {
+  vec v{};
+  __builtin_memcpy(&v, p, n * sizeof(real));
+  return v;
+}
+#endif
+
+template <class T> FUSER_INLINE vec load_partial(const T* p, int n) {
+  alignas(64) real lanes[width] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = to_real(p[i]);
+  return load(lanes);
+}
+
+template <class T> FUSER_INLINE vec load_strided(const T* p, int64_t stride, int n) {
+  alignas(64) real lanes[width] = {};
+  if (n == width) {
+    for (int i = 0; i < width; ++i) lanes[i] = to_real(p[i * stride]);
+  } else {
+    for (int i = 0; i < n; ++i) lanes[i] = to_real(p[i * stride]);
+  }
+  return load(lanes);
+}
+
+template <class T> FUSER_INLINE vec broadcast(T x) { return vec{} + to_real(x); }
+FUSER_INLINE vec broadcast(real x) {
+  vec v;
+  for (int i = 0; i < width; ++i) v[i] = x;
+  return v;
+}
+FUSER_INLINE mask broadcast(bool x) { return mask{} - static_cast<lane_int>(x); }
+
+FUSER_INLINE mask load_strided(const bool* p, int64_t stride, int n) {
+  mask m{};
+  for (int i = 0; i < n; ++i) m[i] = -static_cast<lane_int>(p[i * stride]);
+  return m;
+}
+FUSER_INLINE mask load(const bool* p) { return load_strided(p, 1, width); }
+FUSER_INLINE mask load_partial(const bool* p, int n) { return load_strided(p, 1, n); }
+
+// Stores, likewise.
+
+FUSER_INLINE void store(real* p, vec v) { __builtin_memcpy(p, &v, sizeof v); }
+
+template <class T> FUSER_INLINE void store(T* p, vec v) {
+  for (int i = 0; i < width; ++i) p[i] = from_real<T>(v[i]);
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Halves, quarters and a single lane: far cheaper than a masked store on some CPUs.
+FUSER_INLINE void store_lanes(float* p, __m256 v, int n) {
+  __m128 low = _mm256_castps256_ps128(v);
+  if (n & 4) _mm_storeu_ps(p, low), low = _mm256_extractf128_ps(v, 1), p += 4;
+  if (n & 2) _mm_storel_pi(reinterpret_cast<__m64*>(p), low), low = _mm_movehl_ps(low, low), p += 2;
+  if (n & 1) _mm_store_ss(p, low);
+}
+FUSER_INLINE void store_lanes(double* p, __m256d v, int n) {
+  __m128d low = _mm256_castpd256_pd128(v);
+  if (n & 2) _mm_storeu_pd(p, low), low = _mm256_extractf128_pd(v, 1), p += 2;
+  if (n & 1) _mm_store_sd(p, low);
+}
+typedef float float_vec __attribute__((vector_size(32)));
+FUSER_INLINE __m256 native(float_vec v) { return (__m256)v; }
+typedef double double_vec __attribute__((vector_size(32)));
+FUSER_INLINE __m256d native(double_vec v) { return (__m256d)v; }
+FUSER_INLINE void store_partial(real* p, vec v, int n) { store_lanes(p, native(v), n); }
+#else
+FUSER_INLINE void store_partial(real* p, vec v, int n) { __builtin_memcpy(p, &v, n * sizeof(real)); }
+#endif
+
+template <class T> FUSER_INLINE void store_strided(T* p, int64_t stride, vec v, int n) {
+  alignas(64) real lanes[width];
+  store(lanes, v);
+  for (int i = 0; i < n; ++i) p[i * stride] = from_real<T>(lanes[i]);
+}
+template <class T> FUSER_INLINE void store_partial(T* p, vec v, int n) { store_strided(p, 1, v, n); }
+
+FUSER_INLINE void store_strided(bool* p, int64_t stride, mask m, int n) {
+  for (int i = 0; i < n; ++i) p[i * stride] = m[i] != 0;
+}
+FUSER_INLINE void store(bool* p, mask m) { store_strided(p, 1, m, width); }
+FUSER_INLINE void store_partial(bool* p, mask m, int n) { store_strided(p, 1, m, n); }
+
+// Arithmetic that eager defines its own way.
+
+FUSER_INLINE vec select(mask m, vec a, vec b) { return m ? a : b; }
+FUSER_INLINE vec real_of_mask(mask m) { return m ? broadcast(real(1)) : vec{}; }
+FUSER_INLINE mask is_nan(vec a) { return a != a; }
+
+// NaN in either operand wins; of equal operands (0 and -0) the first, as the hardware instruction in eager's kernels.
+FUSER_INLINE vec maximum(vec a, vec b) { return a > b || is_nan(a) ? a : b; }
+FUSER_INLINE vec minimum(vec a, vec b) { return a < b || is_nan(a) ? a : b; }
+
+#define FUSER_EACH(name, expression)                        \
+  FUSER_INLINE vec name(vec x) {                            \
+    vec y;                                                  \
+    for (int i = 0; i < width; ++i) y[i] = expression;      \
+    return y;                                               \
+  }
+FUSER_EACH(absolute, std::abs(x[i]))
+FUSER_EACH(square_root, std::sqrt(x[i]))
+FUSER_EACH(floor, std::floor(x[i]))
+FUSER_EACH(ceiling, std::ceil(x[i]))
+FUSER_EACH(truncate, std::trunc(x[i]))
+FUSER_EACH(round_to_even, std::nearbyint(x[i]))
+FUSER_EACH(round_to_bfloat16, to_real(from_real<bfloat16>(x[i])))
+FUSER_EACH(round_to_half, to_real(from_real<half>(x[i])))
+#undef FUSER_EACH
+
+FUSER_INLINE vec copy_sign(vec magnitude, vec sign) {
+  const mask top = mask{} + std::numeric_limits<lane_int>::min();
+  return (vec)(((mask)magnitude & ~top) | ((mask)sign & top));
+}
+FUSER_INLINE vec sign_of(vec x) { return is_nan(x) ? vec{} : (x > 0 ? broadcast(real(1)) : (x < 0 ? broadcast(real(-1)) : vec{})); }
+
+// Elementary functions: SLEEF's, which libtorch_cpu exports and eager itself calls.
+#if defined(__AVX512F__)
+#define FUSER_SLEEF_F(name, precision) Sleef_##name##f16_##precision##avx512f
+#define FUSER_SLEEF_D(name, precision) Sleef_##name##d8_##precision##avx512f
+#elif defined(__AVX2__)
+#define FUSER_SLEEF_F(name, precision) Sleef_##name##f8_##precision##avx2
+#define FUSER_SLEEF_D(name, precision) Sleef_##name##d4_##precision##avx2
+#endif
+
+#if defined(__AVX2__)
+typedef float sleef_float __attribute__((vector_size(vector_bytes)));
+typedef double sleef_double __attribute__((vector_size(vector_bytes)));
+#define FUSER_UNARY(ours, name, precision)                                     \
+  extern "C" sleef_float FUSER_SLEEF_F(name, precision)(sleef_float);          \
+  extern "C" sleef_double FUSER_SLEEF_D(name, precision)(sleef_double);        \
+  FUSER_INLINE sleef_float ours(sleef_float x) { return FUSER_SLEEF_F(name, precision)(x); } \
+  FUSER_INLINE sleef_double ours(sleef_double x) { return FUSER_SLEEF_D(name, precision)(x); }
+#define FUSER_BINARY(ours, name, precision)                                                   \
+  extern "C" sleef_float FUSER_SLEEF_F(name, precision)(sleef_float, sleef_float);            \
+  extern "C" sleef_double FUSER_SLEEF_D(name, precision)(sleef_double, sleef_double);         \
+  FUSER_INLINE sleef_float ours(sleef_float x, sleef_float y) { return FUSER_SLEEF_F(name, precision)(x, y); } \
+  FUSER_INLINE sleef_double ours(sleef_double x, sleef_double y) { return FUSER_SLEEF_D(name, precision)(x, y); }
+#else
+#define FUSER_UNARY(ours, name, precision)                         \
+  FUSER_INLINE vec ours(vec x) {                                   \
+    for (int i = 0; i < width; ++i) x[i] = std::name(x[i]);        \
+    return x;                                                      \
+  }
+#define FUSER_BINARY(ours, name, precision)                        \
+  FUSER_INLINE vec ours(vec x, vec y) {                            \
+    for (int i = 0; i < width; ++i) x[i] = std::name(x[i], y[i]);  \
+    return x;                                                      \
+  }
+#endif
+
+FUSER_UNARY(exponential, exp, u10)
+FUSER_UNARY(exponential2, exp2, u10)
+FUSER_UNARY(expm1_of, expm1, u10)
+FUSER_UNARY(logarithm, log, u10)
+FUSER_UNARY(logarithm2, log2, u10)
+FUSER_UNARY(logarithm10, log10, u10)
+FUSER_UNARY(log1p_of, log1p, u10)
+FUSER_UNARY(sine, sin, u10)
+FUSER_UNARY(cosine, cos, u10)
+FUSER_UNARY(tangent, tan, u10)
+FUSER_UNARY(arcsine, asin, u10)
+FUSER_UNARY(arccosine, acos, u10)
+FUSER_UNARY(arctangent, atan, u10)
+FUSER_UNARY(hyperbolic_sine, sinh, u10)
+FUSER_UNARY(hyperbolic_cosine, cosh, u10)
+FUSER_UNARY(hyperbolic_tangent, tanh, u10)
+FUSER_UNARY(area_sine, asinh, u10)
+FUSER_UNARY(area_cosine, acosh, u10)
+FUSER_UNARY(area_tangent, atanh, u10)
+FUSER_UNARY(error_function, erf, u10)
+FUSER_UNARY(complementary_error_function, erfc, u15)
+FUSER_BINARY(power, pow, u10)
+FUSER_BINARY(arctangent2, atan2, u10)
+FUSER_BINARY(hypotenuse, hypot, u05)
+
+FUSER_INLINE vec sigmoid_of(vec x) { return real(1) / (real(1) + exponential(-x)); }
+FUSER_INLINE mask is_infinite(vec x) { return absolute(x) == broadcast(std::numeric_limits<real>::infinity()); }
+FUSER_INLINE mask is_finite(vec x) { return absolute(x) < broadcast(std::numeric_limits<real>::infinity()); }
+
+FUSER_INLINE vec remainder_of_division(vec x, vec y) {
+  vec r;
+  for (int i = 0; i < width; ++i) r[i] = std::fmod(x[i], y[i]);
+  return r;
+}
+
+}  // namespace fuser

@@ -1,0 +1,202 @@
+"""A model and its inputs -> `Program`, by tracing on fake tensors. Nothing of the live model is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from fuser.program import Input, Program, blanks, trace
+from fuser.state import Captured, key, observe
+
+
+class CaptureError(Exception):
+    """The model can't be traced; the message says why, for the report."""
+
+
+def capture(model: nn.Module | Callable, args: tuple, kwargs: dict, captured: Sequence[Captured]) -> Program:
+    """Trace `model(*args, **kwargs)`.
+
+    `captured` are the model's own tensors as `fuser.state.observe` found them; they become the first inputs, the
+    tensors among the arguments (tuples, lists and dicts are walked in order) the others. The trace is specialised to
+    their shapes, strides and dtypes, and to every other argument's value.
+
+    Raises `CaptureError` when the model can't be traced: control flow that depends on data, an operation without a
+    fake implementation, Python state that changes during the call, a write to an argument.
+    """
+    arguments = flat_tensors((args, kwargs))
+    own = [c.tensor for c in captured]
+    inputs = tuple(Input(c.name, True, c.weight) for c in captured) + tuple(
+        Input(f"arg{i}", False, isinstance(t, nn.Parameter)) for i, t in enumerate(arguments)
+    )
+    run, finish = _replayer(model, captured)
+    structure: list[Any] = []
+
+    def flat_call(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(flat[len(own) :])
+        new_args, new_kwargs = replace_tensors((args, kwargs), lambda _: next(given))
+        results: list[torch.Tensor] = []
+        structure.append(_flatten_result(run(flat[: len(own)], new_args, new_kwargs), results))
+        return tuple(results)
+
+    try:
+        module = trace(flat_call, blanks([*own, *arguments]))
+    except Exception as error:
+        raise CaptureError(_reason(error)) from error
+    finish()
+    program = Program(_constants_to_inputs(module, captured), inputs, structure[-1])
+    _refuse_writes_to_arguments(program)
+    return program
+
+
+def flat_tensors(nested: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order, each mention counted."""
+    found: list[torch.Tensor] = []
+    replace_tensors(nested, lambda t: found.append(t) or t)
+    return found
+
+
+def replace_tensors(nested: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
+    """`nested` with every tensor replaced, visited in the order of `flat_tensors`."""
+    if isinstance(nested, torch.Tensor):
+        return replacement(nested)
+    if isinstance(nested, tuple):
+        children = [replace_tensors(v, replacement) for v in nested]
+        return type(nested)(*children) if hasattr(nested, "_fields") else tuple(children)
+    if type(nested) is list:
+        return [replace_tensors(v, replacement) for v in nested]
+    if type(nested) in (dict, OrderedDict):
+        return type(nested)((k, replace_tensors(v, replacement)) for k, v in nested.items())
+    return nested
+
+
+def _replayer(model: nn.Module | Callable, captured: Sequence[Captured]) -> tuple[Callable, Callable]:
+    """A function (own tensors, args, kwargs) -> result that runs the model, and a check to make afterwards.
+
+    A module is replayed on a copy that shares its tensors, so that tracing never changes the live one; a function
+    reaches its tensors by itself, and the graph holds them by reference until `_constants_to_inputs`.
+    """
+    if not isinstance(model, nn.Module):
+        before = key(observe(model))
+
+        def unchanged() -> None:
+            if key(observe(model)) != before:
+                raise CaptureError("calling the function changes Python state that it depends on")
+
+        return (lambda own, args, kwargs: model(*args, **kwargs)), unchanged
+    try:
+        with _ShareTensors():
+            twin = copy.deepcopy(model, {id(c.tensor): c.tensor for c in captured})
+    except Exception as error:
+        raise CaptureError(f"the module can't be copied for tracing: {error}") from error
+    places = _places(twin, captured)
+    seen = observe(twin)
+    before = key(seen)
+    restore = [(holder, name, holder[name]) for holder, name, _ in places]
+
+    def run(own: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
+        for holder, name, index in places:
+            holder[name] = own[index]
+        try:
+            return twin.forward(*args, **kwargs)
+        finally:
+            for holder, name, value in restore:
+                holder[name] = value
+
+    def same_state() -> None:
+        if _without_identity(key(observe(twin))) != _without_identity(before):
+            raise CaptureError("calling the module changes Python attributes that it depends on")
+
+    return run, same_state
+
+
+def _without_identity(fingerprint: tuple) -> list:
+    """What a call may not change: everything but the identity of objects that are compared by identity alone."""
+    return [part for part in fingerprint if not (len(part) == 3 and isinstance(part[2], int) and part[2] > 2**32)]
+
+
+def _places(twin: nn.Module, captured: Sequence[Captured]) -> list[tuple[dict, str, int]]:
+    """Every dictionary entry of the twin that holds a captured tensor: (dictionary, name, index of the tensor)."""
+    index = {id(c.tensor): i for i, c in enumerate(captured)}
+    found = []
+    for module in twin.modules():
+        for holder in (module._parameters, module._buffers, module.__dict__):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor) and id(value) in index:
+                    found.append((holder, name, index[id(value)]))
+    return found
+
+
+class _ShareTensors(TorchFunctionMode):
+    """Makes `deepcopy` keep tensors as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _flatten_result(result: Any, tensors: list[torch.Tensor]) -> tuple:
+    """The structure of a result (see `Program.structure`); its tensors are appended in order."""
+    if isinstance(result, torch.Tensor):
+        tensors.append(result)
+        return ("tensor", len(tensors) - 1)
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return ("call", type(result), [_flatten_result(v, tensors) for v in result])
+    if type(result) in (tuple, list):
+        return (type(result).__name__, [_flatten_result(v, tensors) for v in result])
+    if type(result) is dict:
+        return ("dict", [(k, _flatten_result(v, tensors)) for k, v in result.items()])
+    if isinstance(result, (OrderedDict, torch.Size)) or type(result).__module__ == "torch.return_types":
+        children = [_flatten_result(v, tensors) for v in (result.values() if isinstance(result, dict) else result)]
+        make = type(result)
+        if isinstance(result, OrderedDict):
+            keys = tuple(result)
+            return ("call", lambda *values: OrderedDict(zip(keys, values)), children)
+        return ("call", lambda *values: make(values), children)
+    if result is None or isinstance(result, (bool, int, float, complex, str, torch.dtype, torch.device)):
+        return ("const", result)
+    raise CaptureError(f"the result holds a {type(result).__name__}; tensors, numbers, strings, None and nested "
+                       "tuples, lists and dicts of them can be returned")
+
+
+def _constants_to_inputs(module: GraphModule, captured: Sequence[Captured]) -> GraphModule:
+    """Turn `get_attr` nodes that hold a captured tensor into uses of its placeholder."""
+    index = {id(c.tensor): i for i, c in enumerate(captured)}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node in module.graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, node.target)
+        if id(tensor) in index:
+            node.replace_all_uses_with(placeholders[index[id(tensor)]])
+            module.graph.erase_node(node)
+        elif any(user.target is not torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            # Not made during the call (those are copied first), so it lives somewhere that no guard watches.
+            raise CaptureError(f"it uses a tensor ({tuple(tensor.shape)}) held where fuser can't follow its changes")
+    module.recompile()
+    return module
+
+
+def _refuse_writes_to_arguments(program: Program) -> None:
+    names = {node: given for node, given in zip(program.placeholders, program.inputs)}
+    for node in program.graph_module.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for value, argument in zip(node.args, node.target._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(value, Node):
+                continue
+            given = names.get(value)
+            if given is None or not given.captured:
+                what = f"argument {given.name}" if given else value.name
+                raise CaptureError(f"the model writes to its {what} in place ({node.target})")
+            if node.target is not torch.ops.aten.copy_.default:
+                raise CaptureError(f"the function writes to {given.name} in place ({node.target})")
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

@@ -1,0 +1,259 @@
+"""`optimize`: a model that looks and behaves like the original, and runs compiled plans where it can."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+import warnings
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from fuser import pipeline, report
+from fuser.capture import CaptureError, capture, flat_tensors
+from fuser.codegen.lowering import LoweringError
+from fuser.runtime import build as runtime_build
+from fuser.state import Observed, key, observe
+from fuser.torch_private import active_transform
+
+MODES = ("default",)
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Signatures kept per state of the model, and states (training or not, Python attributes) kept per model.
+MOST_SIGNATURES, MOST_STATES = 512, 32
+
+
+class FuserWarning(UserWarning):
+    """Something runs slower than it could, or eagerly; the message says why and what would help."""
+
+
+def optimize(model: Any, *, mode: str = "default") -> Any:
+    """Return `model` compiled: the same kind of thing, with the same results.
+
+    `model` is an `nn.Module` (a `GraphModule` too) or a function of tensors; arguments and results may nest tuples,
+    lists and dicts. An optimised module shares the original's parameters, buffers, attributes and hooks: it is
+    another view of the very same state. The first call with a new signature (shapes, dtypes, strides, grad mode,
+    training flags, ...) compiles; what can't be compiled runs eagerly, with the reason in `.report()`.
+
+    Where a gradient is wanted (grad mode on and some tensor requires grad) the model runs eagerly.
+
+    Raises `TypeError` for anything that is not a module or a function, `ValueError` for an unknown mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    if isinstance(model, (OptimizedModule, torch.jit.ScriptModule)) or hasattr(model, "_fuser_engine"):
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError("a ScriptModule has no Python to trace; optimise the module that it was scripted from")
+        return model
+    if isinstance(model, nn.Module):
+        return _optimized_module(model, mode)
+    if isinstance(model, type) or not callable(model):
+        raise TypeError(f"optimize takes an nn.Module or a function of tensors, got {_kind(model)}")
+    return _optimized_function(model, mode)
+
+
+class OptimizedModule:
+    """Mixed into the class of every optimised module, ahead of the original's own class."""
+
+    __slots__ = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fuser_engine.call(*args, **kwargs)
+
+    def report(self) -> report.Report:
+        """What was fused, what was not and why, so far."""
+        return self._fuser_engine.report
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return optimize(copy.deepcopy(self._fuser_original, memo), mode=self._fuser_engine.mode)
+
+    def __copy__(self) -> Any:
+        return optimize(copy.copy(self._fuser_original), mode=self._fuser_engine.mode)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _restore, (self._fuser_original, self._fuser_engine.mode)
+
+
+def _restore(model: nn.Module, mode: str) -> Any:
+    return optimize(model, mode=mode)
+
+
+def _optimized_module(model: nn.Module, mode: str) -> nn.Module:
+    """An object of a subclass of the model's class that shares its `__dict__`, so nothing can come apart."""
+    cls = _subclass(type(model))
+    optimized = cls.__new__(cls) if cls.__new__ is object.__new__ else object.__new__(cls)
+    object.__setattr__(optimized, "__dict__", model.__dict__)
+    engine = _Engine(model, mode)
+    object.__setattr__(optimized, "_fuser_original", model)
+    object.__setattr__(optimized, "_fuser_engine", engine)
+    object.__setattr__(optimized, "_fuser_dispatcher", engine.dispatcher)
+    return optimized
+
+
+@functools.lru_cache(maxsize=None)
+def _subclass(cls: type) -> type:
+    slots = ("_fuser_original", "_fuser_engine", "_fuser_dispatcher")
+    members = {"__slots__": slots, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"Optimized{cls.__name__}", (OptimizedModule, cls), members)
+
+
+def _optimized_function(function: Callable, mode: str) -> Callable:
+    engine = _Engine(function, mode)
+    call = engine.dispatcher or engine.call
+
+    @functools.wraps(function)
+    def optimized(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    optimized.report = lambda: engine.report
+    optimized._fuser_engine = engine
+    return optimized
+
+
+class _Engine:
+    """Compiles and remembers: state of the model -> signature -> plan. One per optimised model."""
+
+    def __init__(self, model: nn.Module | Callable, mode: str) -> None:
+        self.model, self.mode = model, mode
+        self.report = report.Report(_kind(model))
+        self.lock = threading.RLock()
+        self.busy = threading.local()
+        self.tables: dict[tuple, Any] = {}
+        self.warned: set[str] = set()
+        self.native = _native()
+        self.dispatcher = None
+        if self.native is not None:
+            self.packs, self.arenas = self.native.PackStore(), self.native.ArenaPool()
+            self.dispatcher = self.native.Dispatcher(self.slow, self.eager, _hooks_of(model))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.dispatcher is None:
+            self.note_eager("every call", "the native runtime is not available (see `fuser doctor`)", warn=False)
+            return self.eager(*args, **kwargs)
+        return self.dispatcher(*args, **kwargs)
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs) if isinstance(self.model, nn.Module) else self.model(*args, **kwargs)
+
+    def slow(self, args: tuple, kwargs: dict) -> Any:
+        """A call that the fast path can't serve: look at the model anew, compile if need be, and call again."""
+        if getattr(self.busy, "active", False):
+            self.note_eager("every call", "its Python state differs each time it is looked at")
+            return self.eager(*args, **kwargs)
+        self.busy.active = True
+        try:
+            with self.lock:
+                ready = self.prepare(args, kwargs)
+            return self.dispatcher(*args, **kwargs) if ready else self.eager(*args, **kwargs)
+        finally:
+            self.busy.active = False
+
+    def prepare(self, args: tuple, kwargs: dict) -> bool:
+        """Bind the model's present state and make sure that the signature has an entry; False: run eagerly."""
+        seen = observe(self.model)
+        if seen.unsupported:
+            self.note_eager("every call", seen.unsupported)
+            return False
+        table = self.table_for(seen)
+        self.dispatcher.bind(seen.guards, [c.tensor for c in seen.captured], table)
+        try:
+            signature, tensors, kept = self.dispatcher.signature(args, kwargs)
+        except self.native.Unsupported as error:
+            self.note_eager(_describe(args, kwargs), str(error))
+            return False
+        if signature in table:
+            return True
+        what = _describe(args, kwargs)
+        reason = refusal([c.tensor for c in seen.captured], tensors)
+        if reason is None:
+            try:
+                self.compile(table, signature, kept, what, args, kwargs, seen)
+                return True
+            except (CaptureError, LoweringError) as error:
+                reason = str(error)
+                self.warn(f"{self.report.model} runs eagerly: {reason}")
+        table.add(signature, kept, None)
+        self.note_eager(what, reason, warn=False)
+        return True
+
+    def table_for(self, seen: Observed) -> Any:
+        """The plans of the model in this state; states beyond `MOST_STATES` are forgotten, oldest first."""
+        fingerprint = key(seen)
+        entry = self.tables.pop(fingerprint, None)
+        if entry is None:
+            entry = (self.native.Table(MOST_SIGNATURES), seen.keep_alive)
+            while len(self.tables) >= MOST_STATES:
+                self.tables.pop(next(iter(self.tables)))
+        self.tables[fingerprint] = entry
+        return entry[0]
+
+    def compile(self, table: Any, signature: bytes, kept: list, what: str, args: tuple, kwargs: dict, seen: Observed) -> None:
+        start = time.perf_counter()
+        stages = pipeline.Stages(capture(self.model, args, kwargs, seen.captured))
+        stages.seconds["capture"] = time.perf_counter() - start
+        executable = pipeline.compile(stages.captured, self.packs, self.arenas, self.native, stages)
+        for failure in stages.failures:
+            self.warn(f"a kernel could not be built, its operations run through ATen: {failure}")
+        table.add(signature, kept, executable.native, stages.captured.structure)
+        self.report.add_compiled(pipeline.compiled_entry(what, stages, executable.layout.nbytes))
+
+    def note_eager(self, signature: str, reason: str, warn: bool = True) -> None:
+        self.report.add_eager(report.EagerEntry(signature, reason))
+        if warn:
+            self.warn(f"{self.report.model} runs eagerly: {reason}")
+
+    def warn(self, message: str) -> None:
+        if message not in self.warned:
+            self.warned.add(message)
+            warnings.warn(message, FuserWarning, stacklevel=4)
+
+
+def refusal(captured: list[torch.Tensor], arguments: list[torch.Tensor]) -> str | None:
+    """Why a call with these tensors must run eagerly, or None."""
+    for tensor in [*captured, *arguments]:
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return f"a tensor of type {type(tensor).__name__}"
+        if tensor.device.type != "cpu":
+            return f"a tensor on {tensor.device}; only the CPU is supported so far"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of layout {tensor.layout}"
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return "a quantised, conjugated or negated tensor"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in [*captured, *arguments]):
+        return "a gradient is wanted, and gradients are computed by eager autograd"
+    return active_transform()
+
+
+def _hooks_of(model: Any) -> tuple[dict, ...]:
+    """The dictionaries that must be empty for a module's call to go straight to the dispatcher."""
+    if not isinstance(model, nn.Module):
+        return ()
+    own = [v for k, v in model.__dict__.items() if k in _CALL_HOOKS]
+    return (*own, *(getattr(nn.modules.module, f"_global{k}") for k in _CALL_HOOKS))
+
+
+@functools.cache
+def _native() -> Any:
+    """The native runtime, or None with one warning that says what is lost and how to get it."""
+    try:
+        native = runtime_build.load()
+    except runtime_build.RuntimeUnavailable as error:
+        warnings.warn(f"everything runs eagerly: {error}", FuserWarning, stacklevel=5)
+        return None
+    native.install_call(OptimizedModule, "_fuser_dispatcher", nn.Module.__call__)
+    return native
+
+
+def _describe(args: tuple, kwargs: dict) -> str:
+    """A signature for people: dtypes and shapes of the tensors."""
+    tensors = flat_tensors((args, kwargs))
+    names = [f"{str(t.dtype).removeprefix('torch.')}[{'x'.join(map(str, t.shape))}]" for t in tensors]
+    return ", ".join(names) or "no tensors"
+
+
+def _kind(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__qualname__", type(model).__name__)

@@ -1,0 +1,154 @@
+// Arenas, packed weights, and the hash that tells whether a weight has changed.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "plan.h"
+
+namespace fuser {
+
+namespace {
+
+constexpr size_t huge_page = size_t{2} << 20;
+
+char* allocate(size_t size) {
+  const size_t alignment = size >= 2 * huge_page ? huge_page : 64;
+  size = (size + alignment - 1) / alignment * alignment;
+  void* data = std::aligned_alloc(alignment, size);
+  if (data == nullptr) throw std::bad_alloc();
+  if (alignment == huge_page) madvise(data, size, MADV_HUGEPAGE);
+  return static_cast<char*>(data);
+}
+
+}  // namespace
+
+ArenaPool::~ArenaPool() {
+  for (Block& block : free_) std::free(block.data);
+}
+
+ArenaPool::Block ArenaPool::take(size_t size) {
+  Block block;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!free_.empty()) {
+      block = free_.back();
+      free_.pop_back();
+    }
+  }
+  if (block.size < size) {
+    std::free(block.data);
+    block = {allocate(size), size};
+  }
+  return block;
+}
+
+void ArenaPool::give_back(Block block) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  free_.push_back(block);
+}
+
+Packed::Packed(size_t size) : hash{0, 0}, data(allocate(std::max<size_t>(size, 64))) {}
+
+Packed::~Packed() { std::free(data); }
+
+std::shared_ptr<PackSlot> PackStore::slot(const std::string& key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& slot = slots_[key];
+  if (!slot) slot = std::make_shared<PackSlot>();
+  return slot;
+}
+
+// The hash: 8 lanes of 64 bits. Each 64-byte stripe is mixed with secrets that differ by position; the two halves of
+// every lane are multiplied with one another, and the lane itself is added to its neighbour, so that neither sign
+// flips nor exchanged elements cancel. A scramble after every block makes the blocks' order count.
+
+namespace {
+
+typedef uint64_t lanes __attribute__((vector_size(64)));
+
+constexpr size_t stripe = 64, stripes_per_block = 16, block_bytes = stripe * stripes_per_block;
+constexpr size_t chunk_bytes = size_t{256} << 10;  // hashed independently, so that threads can share the work
+
+constexpr uint64_t scatter(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+
+struct Secrets {
+  lanes of_stripe[stripes_per_block + 1];
+  Secrets() {
+    for (size_t s = 0; s <= stripes_per_block; ++s)
+      for (int i = 0; i < 8; ++i) of_stripe[s][i] = scatter(s * 8 + i) | 1;
+  }
+};
+const Secrets secrets;
+
+inline lanes load_stripe(const char* data) {
+  lanes v;
+  std::memcpy(&v, data, sizeof v);
+  return v;
+}
+
+inline void mix(lanes& sum, lanes data, lanes secret) {
+  const lanes keyed = data ^ secret;
+  const lanes neighbour = __builtin_shuffle(data, lanes{1, 0, 3, 2, 5, 4, 7, 6});
+  sum += neighbour + (keyed & 0xffffffffu) * (keyed >> 32);
+}
+
+inline void scramble(lanes& sum) {
+  sum = (sum ^ sum >> 47 ^ secrets.of_stripe[stripes_per_block]) * 0x9e3779b1u;
+}
+
+uint64_t hash_chunk(const char* data, size_t size, uint64_t seed, uint64_t& second) {
+  lanes sum = secrets.of_stripe[0] + seed;
+  for (; size >= block_bytes; size -= block_bytes, data += block_bytes) {
+    for (size_t s = 0; s < stripes_per_block; ++s) mix(sum, load_stripe(data + s * stripe), secrets.of_stripe[s]);
+    scramble(sum);
+  }
+  size_t s = 0;
+  for (; size >= stripe; size -= stripe, data += stripe, ++s) mix(sum, load_stripe(data), secrets.of_stripe[s]);
+  if (size > 0) {
+    char rest[stripe] = {};
+    std::memcpy(rest, data, size);
+    mix(sum, load_stripe(rest), secrets.of_stripe[s]);
+  }
+  scramble(sum);
+  uint64_t first = seed;
+  second = ~seed;
+  for (int i = 0; i < 8; ++i) {
+    first = scatter(first ^ sum[i]);
+    second = (second ^ sum[i]) * 0xff51afd7ed558ccdu + (second >> 29);
+  }
+  return first;
+}
+
+}  // namespace
+
+void content_hash(const void* data, size_t size, int threads, uint64_t (&hash)[2]) {
+  const char* bytes = static_cast<const char*>(data);
+  const int64_t chunks = static_cast<int64_t>((size + chunk_bytes - 1) / chunk_bytes);
+  uint64_t first = scatter(size), second = ~first;
+  if (chunks <= 1) {
+    hash[0] = hash_chunk(bytes, size, first, hash[1]);
+    return;
+  }
+  std::vector<uint64_t> partial(2 * chunks);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && chunks >= 4) schedule(static)
+  for (int64_t c = 0; c < chunks; ++c) {
+    const size_t begin = c * chunk_bytes, length = std::min(chunk_bytes, size - begin);
+    partial[2 * c] = hash_chunk(bytes + begin, length, scatter(c), partial[2 * c + 1]);
+  }
+  for (int64_t c = 0; c < chunks; ++c) {
+    first = scatter(first ^ partial[2 * c]);
+    second = scatter(second + partial[2 * c + 1]);
+  }
+  hash[0] = first;
+  hash[1] = second;
+}
+
+}  // namespace fuser

@@ -1,0 +1,247 @@
+// Running a plan.
+#include "plan.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace fuser {
+
+// What one run of a plan needs besides the plan.
+struct Frame {
+  const std::vector<at::Tensor>& inputs;
+  char* arena;
+  int threads;
+  PyThreadState* released = nullptr;     // set while the GIL is given up
+  c10::SmallVector<void*, 64> data;      // per value: where its root's memory begins
+  c10::SmallVector<at::Tensor, 16> tensors;
+  std::vector<std::shared_ptr<const Packed>> packed;
+};
+
+namespace {
+
+at::TensorOptions options_of(at::ScalarType dtype) { return at::TensorOptions().dtype(dtype).device(at::kCPU); }
+
+// ATen's own dispatch without autograd: a plan only runs where no gradient is wanted.
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView guard;
+};
+
+// Autocast made its decisions while the program was traced.
+struct WithoutAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+bool same_layout(const at::Tensor& tensor, const Value& value) {
+  if (!tensor.sizes().equals(value.sizes)) return false;
+  for (size_t i = 0; i < value.sizes.size(); ++i)
+    if (value.sizes[i] > 1 && tensor.strides()[i] != value.strides[i]) return false;
+  return true;
+}
+
+class GilReleased {
+ public:
+  GilReleased(Frame& frame, bool wanted) : frame_(frame) { if (wanted) frame_.released = PyEval_SaveThread(); }
+  ~GilReleased() { restore(); }
+  void restore() {
+    if (frame_.released) PyEval_RestoreThread(frame_.released);
+    frame_.released = nullptr;
+  }
+
+ private:
+  Frame& frame_;
+};
+
+}  // namespace
+
+std::vector<at::Tensor> Plan::run(const std::vector<at::Tensor>& given) const {
+  check_inputs(given);
+  ArenaPool::Lease lease(arenas_.get(), arena_bytes_);
+  Frame frame{given, lease.data(), thread_count()};
+  frame.data.resize(values.size());
+  frame.tensors.resize(values.size());
+  std::vector<at::Tensor> results(outputs.size());
+  WithoutAutocast without_autocast;
+  GilReleased released(frame, release_gil_);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const Value& v = values[i];
+    switch (v.kind) {
+      case Value::Input: frame.data[i] = given[v.index].mutable_data_ptr(); break;
+      case Value::Constant: frame.data[i] = v.constant.mutable_data_ptr(); break;
+      case Value::Arena: frame.data[i] = frame.arena + v.offset; break;
+      case Value::Fresh:
+        frame.tensors[i] = at::empty_strided(v.sizes, v.strides, options_of(v.dtype));
+        frame.data[i] = frame.tensors[i].mutable_data_ptr();
+        break;
+      default: break;
+    }
+  }
+  execute(frame);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const Value& v = values[outputs[i]];
+    if (v.kind == Value::View) {
+      // Under normal dispatch, so that autograd knows a view of an input as such.
+      const at::Tensor base = tensor_of(v.root, frame);
+      results[i] = base.as_strided(v.sizes, v.strides, base.storage_offset() + v.elements);
+    } else {
+      results[i] = tensor_of(outputs[i], frame);
+    }
+  }
+  return results;
+}
+
+void Plan::check_inputs(const std::vector<at::Tensor>& given) const {
+  TORCH_CHECK_VALUE(given.size() == inputs, "the plan takes ", inputs, " tensors, got ", given.size());
+  for (const at::Tensor& t : given)
+    TORCH_CHECK_VALUE(t.defined() && t.device().is_cpu() && t.layout() == at::kStrided, "plans take dense CPU tensors");
+}
+
+void Plan::execute(Frame& frame) const {
+  c10::SmallVector<void*, 24> pointers;
+  for (size_t position = 0; position < steps_.size(); ++position) {
+    const Step& step = steps_[position];
+    switch (step.kind) {
+      case Step::Kernel_:
+        pointers.clear();
+        for (int v : step.values) pointers.push_back(pointer_of(v, frame));
+        step.kernel(pointers.data(), step.arguments.data(), frame.threads);
+        break;
+      case Step::Pack: run_pack(step, frame); break;
+      case Step::Aten: run_aten(step, frame); break;
+      case Step::Python: run_python(step, frame); break;
+    }
+    if (!has_aten_) continue;
+    for (size_t i = 0; i < values.size(); ++i)
+      if (values[i].kind == Value::Aten && values[i].last_use == static_cast<int>(position)) frame.tensors[i].reset();
+  }
+}
+
+void* Plan::pointer_of(int value, Frame& frame) const {
+  const Value& v = values[value];
+  if (v.kind != Value::View) return frame.data[value];
+  return static_cast<char*>(frame.data[v.root]) + v.offset;
+}
+
+at::Tensor Plan::tensor_of(int value, Frame& frame) const {
+  const Value& v = values[value];
+  switch (v.kind) {
+    case Value::Input: return frame.inputs[v.index];
+    case Value::Constant: return v.constant;
+    case Value::Fresh:
+    case Value::Aten: return frame.tensors[value];
+    case Value::Arena: return at::from_blob(frame.data[value], v.sizes, v.strides, options_of(v.dtype));
+    case Value::View: {
+      if (values[v.root].kind == Value::Arena)
+        return at::from_blob(pointer_of(value, frame), v.sizes, v.strides, options_of(v.dtype));
+      const at::Tensor base = tensor_of(v.root, frame);
+      return base.as_strided(v.sizes, v.strides, base.storage_offset() + v.elements);
+    }
+    default: TORCH_CHECK(false, "a packed weight is not a tensor");
+  }
+}
+
+void Plan::set_result(int value, at::Tensor tensor, Frame& frame, const std::string& name) const {
+  const Value& v = values[value];
+  TORCH_CHECK(tensor.defined() && tensor.scalar_type() == v.dtype && tensor.sizes().equals(v.sizes), name, " gave ",
+              tensor.defined() ? tensor.toString() : "nothing", " of shape ", tensor.defined() ? tensor.sizes() : at::IntArrayRef{},
+              " where the trace had shape ", v.sizes);
+  // The kernels were made for the strides that the trace promised.
+  if (!same_layout(tensor, v)) {
+    at::Tensor expected = at::empty_strided(v.sizes, v.strides, tensor.options());
+    expected.copy_(tensor);
+    tensor = std::move(expected);
+  }
+  frame.data[value] = tensor.numel() ? tensor.mutable_data_ptr() : nullptr;
+  frame.tensors[value] = std::move(tensor);
+}
+
+c10::IValue Plan::resolve(const Argument& argument, Frame& frame) const {
+  if (argument.kind == Argument::Constant) return argument.constant;
+  if (argument.kind == Argument::Value) return tensor_of(argument.value, frame);
+  if (argument.optional_elements) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const Argument& a : argument.list) {
+      const c10::IValue element = resolve(a, frame);
+      list.push_back(element.isNone() ? std::nullopt : std::optional<at::Tensor>(element.toTensor()));
+    }
+    return list;
+  }
+  c10::List<at::Tensor> list;
+  for (const Argument& a : argument.list) list.push_back(resolve(a, frame).toTensor());
+  return list;
+}
+
+void Plan::run_aten(const Step& step, Frame& frame) const {
+  torch::jit::Stack stack;
+  stack.reserve(step.call.size());
+  if (step.below_autograd) {
+    BelowAutograd below;
+    for (const Argument& a : step.call) stack.push_back(resolve(a, frame));
+    step.op->callBoxed(&stack);
+  } else {
+    for (const Argument& a : step.call) stack.push_back(resolve(a, frame));
+    step.op->callBoxed(&stack);
+  }
+  std::vector<at::Tensor> results;
+  for (c10::IValue& result : stack) {
+    if (result.isTensorList())
+      for (const at::Tensor& t : result.toTensorVector()) results.push_back(t);
+    else
+      results.push_back(result.isTensor() ? result.toTensor() : at::Tensor());
+  }
+  for (size_t i = 0; i < step.outs.size(); ++i)
+    if (step.outs[i] >= 0) set_result(step.outs[i], i < results.size() ? results[i] : at::Tensor(), frame, step.name);
+}
+
+void Plan::run_pack(const Step& step, Frame& frame) const {
+  const int source = step.values[0], target = step.values[1];
+  const Value& packed = values[target];
+  void* from = pointer_of(source, frame);
+  uint64_t hash[2];
+  content_hash(from, step.span, frame.threads, hash);
+  std::shared_ptr<const Packed> current;
+  {
+    std::lock_guard<std::mutex> lock(packed.slot->mutex);
+    current = packed.slot->current;
+  }
+  if (!current || current->hash[0] != hash[0] || current->hash[1] != hash[1]) {
+    auto made = std::make_shared<Packed>(packed.nbytes);
+    made->hash[0] = hash[0], made->hash[1] = hash[1];
+    void* pointers[2] = {from, made->data};
+    step.kernel(pointers, step.arguments.data(), frame.threads);
+    current = made;
+    std::lock_guard<std::mutex> lock(packed.slot->mutex);
+    packed.slot->current = current;
+  }
+  frame.data[target] = current->data;
+  frame.packed.push_back(std::move(current));
+}
+
+void Plan::run_python(const Step& step, Frame& frame) const {
+  PyGILState_STATE state = PyGILState_Ensure();
+  struct Release { PyGILState_STATE s; ~Release() { PyGILState_Release(s); } } release{state};
+  Ref arguments(PyTuple_New(static_cast<Py_ssize_t>(step.values.size())));
+  if (!arguments) throw PythonError();
+  for (size_t i = 0; i < step.values.size(); ++i)
+    PyTuple_SET_ITEM(arguments.get(), i, THPVariable_Wrap(tensor_of(step.values[i], frame)));
+  Ref result(PyObject_CallObject(step.callable.get(), arguments.get()));
+  if (!result) throw PythonError();
+  if (THPVariable_Check(result.get())) {
+    set_result(step.outs[0], THPVariable_Unpack(result.get()), frame, "a Python step");
+    return;
+  }
+  Ref sequence(PySequence_Fast(result.get(), "a Python step must return a tensor or a sequence of tensors"));
+  if (!sequence) throw PythonError();
+  TORCH_CHECK_VALUE(PySequence_Fast_GET_SIZE(sequence.get()) == static_cast<Py_ssize_t>(step.outs.size()),
+                    "a Python step returned another number of tensors than in the trace");
+  for (size_t i = 0; i < step.outs.size(); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(sequence.get(), i);
+    if (step.outs[i] >= 0) set_result(step.outs[i], THPVariable_Unpack(item), frame, "a Python step");
+  }
+}
+
+}  // namespace fuser

@@ -1,0 +1,194 @@
+"""Activations: each written once, as a sympy expression.
+
+The branches are oriented as ATen's, so that NaN takes the same one. Derivatives come from these expressions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+from typing import Any, Callable
+
+import sympy
+import torch
+from sympy import Piecewise, Rational, erf, exp, pi, sqrt, tanh
+
+from fuser.fused import Function
+from fuser.scalar import absolute, expm1, log1p, maximum, minimum, sigmoid
+
+# name -> the expression as a function of its symbols: the input first, then scalar parameters.
+ACTIVATIONS: dict[str, Callable[..., sympy.Basic]] = {
+    "relu": lambda x: Piecewise((0, x <= 0), (x, True)),
+    "leaky_relu": lambda x, slope: Piecewise((x, x > 0), (x * slope, True)),
+    "prelu": lambda x, weight: Piecewise((x, x > 0), (weight * x, True)),
+    "elu": lambda x, alpha, scale, input_scale: Piecewise(
+        (x * scale, x > 0), (expm1(x * input_scale) * (alpha * scale), True)
+    ),
+    "celu": lambda x, alpha: Piecewise((x, x > 0), (alpha * expm1(x / alpha), True)),
+    "gelu": lambda x: x * Rational(1, 2) * (1 + erf(x * sqrt(Rational(1, 2)))),
+    "gelu_tanh": lambda x: Rational(1, 2) * x * (1 + tanh(sqrt(2 / pi) * (x + sympy.Float("0.044715", 20) * x**3))),
+    "silu": lambda x: x / (1 + exp(-x)),
+    "mish": lambda x: x * tanh(log1p(exp(x))),
+    "softplus": lambda x, beta, threshold: Piecewise((x, x * beta > threshold), (log1p(exp(x * beta)) / beta, True)),
+    "sigmoid": lambda x: sigmoid(x),
+    "logsigmoid": lambda x: minimum(0, x) - log1p(exp(-absolute(x))),
+    "hardsigmoid": lambda x: minimum(maximum(x + 3, 0), 6) / 6,
+    "tanh": lambda x: tanh(x),
+    "hardtanh": lambda x, low, high: minimum(maximum(x, low), high),
+    "hardswish": lambda x: x * minimum(maximum(x + 3, 0), 6) / 6,
+    "softshrink": lambda x, bound: Piecewise((x - bound, x > bound), (x + bound, x < -bound), (x * 0, True)),
+    "hardshrink": lambda x, bound: Piecewise((0, (x >= -bound) & (x <= bound)), (x, True)),
+    "threshold": lambda x, bound, value: Piecewise((value, x <= bound), (x, True)),
+    "tanhshrink": lambda x: x - tanh(x),
+    "softsign": lambda x: x / (1 + absolute(x)),
+}
+
+# The operator of an activation that `register_activation` made -> its name and its parameters' defaults.
+registered: dict[torch._ops.OpOverload, str] = {}
+
+
+@functools.cache
+def activation(name: str) -> Function:
+    """The activation of that name; KeyError when there is none."""
+    return as_function(name, ACTIVATIONS[name])
+
+
+def as_function(name: str, expression: Callable[..., sympy.Basic]) -> Function:
+    """A `Function` from a Python function of sympy symbols; arguments named `mask...` are masks."""
+    symbols = tuple(sympy.Symbol(p, real=True) for p in inspect.signature(expression).parameters)
+    masks = frozenset(s for s in symbols if s.name.startswith("mask"))
+    return Function(name, symbols, sympy.sympify(expression(*symbols)), masks)
+
+
+def derivative(function: Function) -> sympy.Expr:
+    """df/dx with respect to the first argument."""
+    return sympy.diff(function.expression, function.arguments[0])
+
+
+def derivative_from_output(function: Function) -> sympy.Expr | None:
+    """f'(x) written in y = f(x) alone, as an expression in the symbol `y`, or None where that is impossible.
+
+    Then the epilogue may write over the product's own buffer, and only the output is kept for the gradient.
+    """
+    y = sympy.Symbol("y", real=True)
+    if function.name == "relu":
+        return Piecewise((0, y <= 0), (1, True))
+    if function.name == "leaky_relu":
+        return Piecewise((1, y > 0), (function.arguments[1], True))
+    slope = derivative(function).subs(function.expression, y)
+    return None if function.arguments[0] in slope.free_symbols else slope
+
+
+def register_activation(name: str, expression: sympy.Expr, parameters: dict[str, float] | None = None) -> Callable:
+    """Add an activation from a sympy expression; returns a function of a tensor that models can call.
+
+    `expression` is written in the symbol `x` and those named by `parameters`, whose values are the defaults of the
+    returned function's further arguments. The function computes the same in eager, is differentiable to any order,
+    and fuses like a built-in activation. It is registered as the operator `fuser::<name>`.
+
+        x = sympy.Symbol("x")
+        squareplus = fuser.register_activation("squareplus", (x + sympy.sqrt(x**2 + 4)) / 2)
+        y = squareplus(model(data))
+
+    Raises `ValueError` for a name that is no identifier or is taken, or for symbols that are neither `x` nor
+    parameters; `TypeError` when `expression` is not a sympy expression.
+    """
+    parameters = dict(parameters or {})
+    if not isinstance(expression, sympy.Expr):
+        raise TypeError(f"expression must be a sympy expression in the symbol x, got {type(expression).__name__}")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"an activation's name must be an identifier, got {name!r}")
+    if name in ACTIVATIONS:
+        raise ValueError(f"there is an activation {name!r} already")
+    unknown = {s.name for s in expression.free_symbols} - {"x", *parameters}
+    if unknown:
+        raise ValueError(f"the expression uses {sorted(unknown)}, which are neither x nor in parameters")
+    symbols = {n: sympy.Symbol(n, real=True) for n in ("x", *parameters)}
+    written = expression.subs({s: symbols[s.name] for s in expression.free_symbols})
+    operator = _operator(name, tuple(symbols.values()), written)
+    ACTIVATIONS[name] = _with_names(written, list(symbols))
+    registered[operator] = name
+
+    def call(x: torch.Tensor, *values: float, **named: float) -> torch.Tensor:
+        given = {**parameters, **dict(zip(parameters, values)), **named}
+        return operator(x, *(float(given[p]) for p in parameters))
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{written}, element by element."
+    return call
+
+
+def _with_names(expression: sympy.Expr, names: list[str]) -> Callable[..., sympy.Expr]:
+    """`expression` as a Python function whose parameters have these names."""
+
+    def build(*symbols: sympy.Symbol) -> sympy.Expr:
+        return expression.subs(dict(zip((sympy.Symbol(n, real=True) for n in names), symbols)))
+
+    build.__signature__ = inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    )
+    return build
+
+
+def _operator(name: str, symbols: tuple[sympy.Symbol, ...], expression: sympy.Expr) -> torch._ops.OpOverload:
+    """The operator `fuser::name`: the expression in eager operations, so its gradient is theirs."""
+    compute = torch_function(symbols, expression)
+    schema = "(" + ", ".join(["Tensor x", *(f"float {s.name}" for s in symbols[1:])]) + ") -> Tensor"
+    torch.library.define(f"fuser::{name}", schema)
+    slope = torch_function(symbols, sympy.diff(expression, symbols[0]))
+
+    @torch.library.impl(f"fuser::{name}", "CompositeExplicitAutograd")
+    def eager(x: torch.Tensor, *values: float) -> torch.Tensor:
+        return compute(x, *values)
+
+    torch.library.register_fake(f"fuser::{name}", lambda x, *values: torch.empty_like(x))
+
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.values = inputs[1:]
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        return gradient * slope(x, *ctx.values), *(None for _ in ctx.values)
+
+    torch.library.register_autograd(f"fuser::{name}", backward, setup_context=setup_context)
+    return getattr(torch.ops.fuser, name).default
+
+
+def torch_function(symbols: tuple[sympy.Symbol, ...], expression: sympy.Expr) -> Callable[..., torch.Tensor]:
+    """An expression as a function of torch operations; the first symbol is a tensor, the others are numbers."""
+    library = {
+        "exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin,
+        "acos": torch.acos, "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "tanh": torch.tanh,
+        "erf": torch.erf, "erfc": torch.erfc, "sqrt": torch.sqrt, "Abs": torch.abs, "sign": torch.sgn,
+        "sigmoid": torch.sigmoid, "expm1": torch.expm1, "log1p": torch.log1p, "absolute": torch.abs,
+        "maximum": _pairwise(torch.maximum), "minimum": _pairwise(torch.minimum), "Max": _pairwise(torch.maximum),
+        "Min": _pairwise(torch.minimum), "select": _select, "truncate": torch.trunc, "floor": torch.floor,
+        "ceiling": torch.ceil, "less": lambda a, b: a < b,
+    }
+    compiled = sympy.lambdify(symbols, expression, modules=[library, "math"])
+
+    def compute(x: torch.Tensor, *values: float) -> torch.Tensor:
+        result = compiled(x, *values)
+        return result if isinstance(result, torch.Tensor) else torch.full_like(x, result)
+
+    return compute
+
+
+def _pairwise(function: Callable) -> Callable:
+    def apply(*arguments: Any) -> torch.Tensor:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        full = [a if isinstance(a, torch.Tensor) else torch.full_like(tensors[0], a) for a in arguments]
+        return functools.reduce(function, full)
+
+    return apply
+
+
+def _select(conditions: list, choices: list, default: Any = float("nan")) -> torch.Tensor:
+    """numpy.select, as lambdify writes a Piecewise."""
+    like = next(t for t in [*choices, *conditions] if isinstance(t, torch.Tensor))
+    result = torch.full_like(like, default, dtype=torch.get_default_dtype() if like.dtype is torch.bool else None)
+    for condition, choice in reversed(list(zip(conditions, choices))):
+        result = torch.where(torch.as_tensor(condition), choice, result)
+    return result

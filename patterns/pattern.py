@@ -1,0 +1,65 @@
+"""A pattern says what can be fused: an anchor, the epilogue it takes, and a guard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An anchor operation and what may be fused onto its result.
+
+    `name` starts the fused node's name (`conv` gives `conv_bias_relu`). `anchors` are ATen overloads whose first
+    result is the value that the epilogue continues. `bias` is the position of the anchor's own bias argument, if it
+    has one. `guard(node)` returns None to accept an anchor, or the reason to leave it alone, which the report shows.
+    `through_views` lets the epilogue continue behind a reshape that keeps the last axis. `alone` says whether an
+    anchor with nothing to fuse is still worth a node of its own (a kernel may beat ATen's).
+    """
+
+    name: str
+    anchors: frozenset[torch._ops.OpOverload]
+    bias: int | None = None
+    guard: Callable[[Node], str | None] = field(default=lambda node: None)
+    through_views: bool = False
+    alone: bool = False
+
+
+_patterns: list[Pattern] = []
+_by_anchor: dict[torch._ops.OpOverload, Pattern] = {}
+
+
+def register_pattern(pattern: Pattern) -> Pattern:
+    """Add a pattern; from then on newly compiled signatures use it.
+
+    Raises `ValueError` when the name is not an identifier, when there is no anchor, or when an anchor belongs to
+    another pattern already; `TypeError` when an anchor is not an ATen overload such as `torch.ops.aten.mm.default`.
+    """
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"register_pattern takes a fuser.Pattern, got {type(pattern).__name__}")
+    if not pattern.name.isidentifier():
+        raise ValueError(f"a pattern's name must be an identifier such as 'conv', got {pattern.name!r}")
+    if not pattern.anchors:
+        raise ValueError(f"pattern {pattern.name!r} names no anchor")
+    for anchor in pattern.anchors:
+        if not isinstance(anchor, torch._ops.OpOverload):
+            raise TypeError(f"anchor {anchor!r} of pattern {pattern.name!r} must be an operator overload such as "
+                            "torch.ops.aten.mm.default")
+        if anchor in _by_anchor:
+            raise ValueError(f"{anchor} is the anchor of pattern {_by_anchor[anchor].name!r} already")
+    _patterns.append(pattern)
+    _by_anchor.update((anchor, pattern) for anchor in pattern.anchors)
+    return pattern
+
+
+def pattern_of(node: Node) -> Pattern | None:
+    """The pattern that `node` anchors, whatever its guard says."""
+    return _by_anchor.get(node.target) if node.op == "call_function" else None
+
+
+def registered_patterns() -> tuple[Pattern, ...]:
+    """All patterns, in the order of their registration."""
+    return tuple(_patterns)
