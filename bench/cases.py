@@ -126,7 +126,7 @@ def _vgg16() -> nn.Module:
 
 
 class _Residual(nn.Module):
-    """ResNet's block: `relu(body(x) + shortcut(x))`; `sizes` are (in, out, kernel, stride) of the body's convolutions."""
+    """`relu(body(x) + shortcut(x))`; `sizes` are (in, out, kernel, stride) of the body's convolutions."""
 
     def __init__(self, sizes: list[tuple[int, int, int, int]]) -> None:
         super().__init__()

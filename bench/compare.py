@@ -64,9 +64,11 @@ def _figures(data: dict[str, Any], peers: list[str]) -> dict[tuple[str, str], fl
     for result in data["results"]:
         try:
             name = f"{result['case']} {result['direction']} {result['peer']}"
-            values = [(suffix, unit, result.get(key), scale) for key, suffix, unit, scale in _FIGURES]
-            if result["peer"] in peers:
-                figures |= {(name + suffix, unit): float(v) / scale for suffix, unit, v, scale in values if v is not None}
+            if result["peer"] not in peers:
+                continue
+            for key, suffix, unit, scale in _FIGURES:
+                if result.get(key) is not None:
+                    figures[name + suffix, unit] = float(result[key]) / scale
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BenchError(f"a result lacks or garbles {error}") from error
     return figures

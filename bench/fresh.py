@@ -34,9 +34,9 @@ def first_calls(case: str, direction: str, peer: str) -> tuple[float, float]:
     The peer's own import and conversion count. fuser's C++ runtime, built once per torch version, is there already.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        caches = {"FUSER_CACHE_DIR": str(Path(folder, "fuser")), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor"))}
+        caches = {"FUSER_CACHE_DIR": f"{folder}/fuser", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         if peer == "fuser":
-            shutil.copytree(_fuser_runtime(), caches["FUSER_CACHE_DIR"])
+            shutil.copytree(_fuser_runtime(), f"{folder}/fuser")
         cold, warm = (child("first-call", case, direction, peer, environment=caches) for _ in range(2))
     return cold, warm
 

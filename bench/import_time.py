@@ -37,5 +37,6 @@ def run(rounds: int) -> dict[str, float | None]:
     medians = {name: statistics.median(s) if name not in failures else None for name, s in samples.items()}
     print(f"{'import':<24}{'seconds':>10}{'over torch':>12}")
     for name, median in medians.items():
-        print(f"{name:<24}" + (failures[name] if median is None else f"{median:>10.3f}{median - medians['torch']:>12.3f}"))
+        figures = failures[name] if median is None else f"{median:>10.3f}{median - medians['torch']:>12.3f}"
+        print(f"{name:<24}{figures}")
     return medians

@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -147,6 +148,8 @@ def _onnx(model: nn.Module, x: torch.Tensor) -> bytes:
 
 
 def _openvino(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
+    # Without this package openvino falls back on a stub; with it, each conversion forks a process that reports home.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     openvino = _need("openvino")
     config = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),

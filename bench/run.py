@@ -61,7 +61,11 @@ def run(
     records: list[Record] = []
     for direction in passes:
         columns = [peer.name for peer in peers if direction in peer.passes]
-        print(f"\n{direction} (microseconds, medians of {settings.rounds})\n\n{table.times_header(columns)}", flush=True)
+        if not columns:
+            print(f"\n{direction}: none of the chosen peers computes it")
+            continue
+        print(f"\n{direction} (microseconds, medians of {settings.rounds})\n")
+        print(table.times_header(columns), flush=True)
         for case in cases:
             found = measure(case, direction, peers, settings)
             print(table.times_row(case.name, found, columns), flush=True)
@@ -83,7 +87,7 @@ def measure(case: Case, direction: str, peers: list[Peer], settings: Settings) -
     ready: dict[str, Prepared] = {}
     records: dict[str, Record] = {}
     with torch.set_grad_enabled(direction == "reverse"):
-        reference = Reference.of(case, direction)
+        reference = Reference(case, direction)
         for peer in peers:
             if direction not in peer.passes:
                 continue

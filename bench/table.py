@@ -14,8 +14,9 @@ _RATIOS = ("best peer", "best/fuser", "eager/fuser")
 
 def machine_line(facts: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    busy = "; BUSY: expect noise" if facts["load"] > 0.5 else ""
     return (
-        f"{facts['cpu']} ({facts['capability']}, {facts['cpus']} CPUs, load {facts['load']}), "
+        f"{facts['cpu']} ({facts['capability']}, {facts['cpus']} CPUs, load {facts['load']}{busy}), "
         f"{facts['threads']} threads; torch {facts['torch']}, {packages}; commit {facts['commit'] or 'none'}"
     )
 

@@ -76,7 +76,6 @@ _PLAIN: dict[Any, str] = {getattr(aten, name).default: name for name in _SAME_NA
 _PLAIN |= {
     aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",
     aten.sgn.default: "sign", aten.clone.default: "copy", aten.lift_fresh_copy.default: "copy",
-    aten.detach.default: "copy", aten.alias.default: "copy",
     aten.copysign.Tensor: "copysign", aten.copysign.Scalar: "copysign", aten.fmod.Tensor: "fmod",
     aten.fmod.Scalar: "fmod", aten.lerp.Scalar: "lerp", aten.lerp.Tensor: "lerp", aten.addcmul.default: "addcmul",
     aten.addcdiv.default: "addcdiv", aten.where.self: "where", aten.where.ScalarSelf: "where",

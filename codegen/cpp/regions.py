@@ -307,9 +307,14 @@ class _Product(_Anchored):
         factor = self.place_of(self.factor)
         along = values[factor].strides
         batch_stride = along[0] if len(along) == 3 else 0
+        shared = batch_stride == 0  # one factor for every batch
         packed = self.packed(
-            factor, self.batches, self.columns, self.depth, (1, 1, 1), (batch_stride, along[-1], along[-2], 0, 0, 0)
+            factor, 1 if shared else self.batches, self.columns, self.depth, (1, 1, 1),
+            (batch_stride, along[-1], along[-2], 0, 0, 0),
         )
+        x_row, x_batch = values[x].strides[-2], values[x].strides[0] if len(values[x].strides) == 3 else 0
+        if shared and x_batch == self.rows * x_row:
+            self.rows, self.batches, x_batch = self.rows * self.batches, 1, 0
         results = []
         for output in outputs:
             meta = tensor_meta(output)
@@ -318,9 +323,8 @@ class _Product(_Anchored):
         body, places, strides = self.body_and_strides(shape, grid, None, results)
         name = _symbol(self.fused)
         per_batch = pack.packed_elements(1, self.columns, self.depth, self.panel(self.columns))
-        x_strides = values[x].strides
-        arguments = [self.batches, self.rows, self.columns, self.depth,
-                     x_strides[0] if len(x_strides) == 3 else 0, x_strides[-2], per_batch, *strides]
+        arguments = [self.batches, self.rows, self.columns, self.depth, x_batch, x_row, 0 if shared else per_batch,
+                     *strides]
         source = matmul.source(name, body, self.columns)
         lowering.plan.steps.append(
             KernelStep(name, source, [x, packed, *places, *results], arguments, results, self.fused.name)

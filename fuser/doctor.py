@@ -1,0 +1,95 @@
+"""What fuser finds on this machine, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fuser.codegen import cache, compiler
+from fuser.runtime import build
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report; `fine` is False where something needed is missing."""
+
+    subject: str
+    text: str
+    fine: bool = True
+
+
+def examine() -> list[Finding]:
+    """Everything that decides how fast fuser is here."""
+    tool = compiler.find()
+    findings = [
+        Finding("torch", torch.__version__),
+        Finding("compiler", f"{tool.path} ({tool.version})" if tool else compiler.missing_reason(), tool is not None),
+        Finding("flags", " ".join(compiler.KERNEL_FLAGS)),
+        Finding("CPU", _cpu()),
+        _openmp(),
+        Finding("BLAS", _config("BLAS_INFO")),
+        Finding("oneDNN", "available" if torch.backends.mkldnn.is_available() else "not in this torch"),
+        Finding("CUDA", _cuda()),
+        _cache(),
+        _runtime(tool is not None),
+    ]
+    return findings
+
+
+def _cpu() -> str:
+    known = [f for f in ("avx512f", "avx2", "fma", "f16c", "asimd") if f in compiler.cpu_features()]
+    return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, vectors of {compiler.vector_bytes()} bytes, {' '.join(known)}"
+
+
+def _openmp() -> Finding:
+    """Kernels and torch must share one OpenMP runtime, or they fight for the cores."""
+    found = openmp_libraries()
+    if len(found) == 1:
+        return Finding("OpenMP", found[0])
+    if not found:
+        return Finding("OpenMP", "no runtime is loaded; torch was built without it, kernels bring their own")
+    return Finding("OpenMP", f"several runtimes are loaded ({', '.join(found)}): import torch before other libraries", False)
+
+
+def openmp_libraries() -> list[str]:
+    """Paths of the OpenMP runtimes in this process."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split()[-1] for line in lines if "/" in line}
+    return sorted(p for p in paths if any(Path(p).name.startswith(n) for n in ("libgomp", "libomp", "libiomp")))
+
+
+def _config(name: str) -> str:
+    text = torch.__config__.show()
+    start = text.find(name + "=")
+    return text[start + len(name) + 1 :].split(",")[0].split()[0] if start >= 0 else "unknown"
+
+
+def _cuda() -> str:
+    nvcc = shutil.which("nvcc")
+    version = torch.version.cuda
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
+    return f"{device}; torch built for {version or 'the CPU alone'}; nvcc {nvcc or 'not found'} (not used so far)"
+
+
+def _cache() -> Finding:
+    info = cache.info()
+    chosen = os.environ.get("FUSER_CACHE_DIR")
+    fine = chosen is None or Path(chosen).resolve() == Path(info["folder"]).resolve()
+    note = "" if fine else f" instead of {chosen}, which can't be used: make it writable for you alone"
+    return Finding("cache", f"{info['folder']}{note}, {info['kernels']} kernels, {info['bytes']} bytes", fine)
+
+
+def _runtime(can_build: bool) -> Finding:
+    path = build.binary_path()
+    if cache.verified(path):
+        return Finding("runtime", str(path))
+    if can_build:
+        return Finding("runtime", "not built yet: the first optimised call builds it, about half a minute")
+    return Finding("runtime", "not built, and there is no compiler to build it", False)
