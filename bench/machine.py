@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +41,7 @@ def facts() -> dict[str, object]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
+        "busy": _busy(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -48,6 +49,22 @@ def facts() -> dict[str, object]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
     }
+
+
+def _busy() -> float | None:
+    """The share of the machine's CPU time that others use, over half a second; None where it can't be told."""
+
+    def ticks() -> tuple[int, int]:
+        values = [int(v) for v in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(values), values[3] + values[4]  # all, and idle or waiting for a disk
+
+    try:
+        before = ticks()
+        time.sleep(0.5)
+        total, idle = (b - a for a, b in zip(before, ticks()))
+    except OSError:
+        return None
+    return round(1 - idle / total, 2) if total else None
 
 
 def _siblings(cpu: int) -> set[int]:

@@ -14,9 +14,9 @@ _RATIOS = ("best peer", "best/fuser", "eager/fuser")
 
 def machine_line(facts: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    busy = "; BUSY: expect noise" if facts["load"] > 0.5 else ""
+    busy = f", {facts['busy']:.0%} BUSY WITH OTHER WORK: expect noise" if (facts["busy"] or 0) > 0.05 else ""
     return (
-        f"{facts['cpu']} ({facts['capability']}, {facts['cpus']} CPUs, load {facts['load']}{busy}), "
+        f"{facts['cpu']} ({facts['capability']}, {facts['cpus']} CPUs{busy}), "
         f"{facts['threads']} threads; torch {facts['torch']}, {packages}; commit {facts['commit'] or 'none'}"
     )
 

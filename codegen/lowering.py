@@ -202,8 +202,9 @@ class Lowering:
         arguments = encode_arguments(target, node.args, node.kwargs, where)
         results = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
         pure = not target._schema.is_mutable
-        if not pure:
-            outs = [-1] * len(target._schema.returns)
+        returned = [r.alias_info is not None and r.alias_info.is_write for r in target._schema.returns]
+        if any(returned):
+            outs = [-1] * len(returned)
             self.places[node] = self.places[node.args[0]]
         else:
             used = {u.args[1] for u in node.users} if isinstance(node.meta["val"], (list, tuple)) else {0}

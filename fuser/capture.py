@@ -190,6 +190,8 @@ def _refuse_writes_to_arguments(program: Program) -> None:
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(value, Node):
                 continue
             given = names.get(value)
+            if given is None and node.target is torch.ops.aten.rrelu_with_noise.default:
+                continue  # its noise is a temporary that nothing else reads
             if given is None or not given.captured:
                 what = f"argument {given.name}" if given else value.name
                 raise CaptureError(f"the model writes to its {what} in place ({node.target})")

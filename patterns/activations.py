@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[..., sympy.Basic]] = {
     "tanh": lambda x: tanh(x),
     "hardtanh": lambda x, low, high: minimum(maximum(x, low), high),
     "hardswish": lambda x: x * minimum(maximum(x + 3, 0), 6) / 6,
-    "softshrink": lambda x, bound: Piecewise((x - bound, x > bound), (x + bound, x < -bound), (x * 0, True)),
+    "softshrink": lambda x, bound: x - minimum(maximum(x, -bound), bound),
     "hardshrink": lambda x, bound: Piecewise((0, (x >= -bound) & (x <= bound)), (x, True)),
     "threshold": lambda x, bound, value: Piecewise((value, x <= bound), (x, True)),
     "tanhshrink": lambda x: x - tanh(x),

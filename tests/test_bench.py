@@ -207,7 +207,7 @@ def test_run_writes_facts_and_samples(result):
     assert data["schema"] == compare.SCHEMA == bench_run.SCHEMA
     assert data["machine"]["torch"] == torch.__version__
     assert data["machine"]["threads"] == data["machine"]["cpus"] == 1
-    assert {"cpu", "date", "commit", "load", "packages"} <= set(data["machine"])
+    assert {"cpu", "date", "commit", "busy", "packages"} <= set(data["machine"])
     assert data["settings"] == {"rounds": 3, "seconds": 0.001, "first_call": False, "memory": False}
     for record, direction in zip(data["results"], cases.PASSES):
         assert (record["case"], record["direction"], record["peer"]) == ("dense2", direction, "eager")

@@ -55,7 +55,7 @@ def copy(lowering: Lowering, source: int, target: int) -> None:
         return _aten_copy(lowering, source, target)
     sizes, strides = collapse(b.sizes, [a.strides, b.strides])
     body = Body(dtype, (Load("p0", a.dtype, steps(strides[0])),), (), (Store("p0", b.dtype, steps(strides[1])),))
-    _pointwise_step(lowering, "copy", body, sizes, strides, [source, target], [target])
+    _pointwise_step(lowering, "copy_kernel", body, sizes, strides, [source, target], [target])
     if lowering.plan.steps[-1].source in lowering.refused:
         lowering.plan.steps.pop()
         _aten_copy(lowering, source, target)
@@ -150,8 +150,8 @@ def _compute_dtype(fused: FusedNode) -> torch.dtype:
 
 
 def _symbol(fused: FusedNode) -> str:
-    """The C name of a fused node's kernel: its chain, without the running number."""
-    return fused.name.rpartition("_")[0]
+    """The C name of a fused node's kernel: its chain, without the running number, apart from C's own `tanh`."""
+    return fused.name.rpartition("_")[0] + "_kernel"
 
 
 def _lower_aten_anchor(lowering: Lowering, node: Node, fused: FusedNode) -> None:

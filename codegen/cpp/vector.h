@@ -1,11 +1,10 @@
 // Vectors of float or double by the compiler's vector extensions: loads, stores, conversions and functions.
 // FUSER_REAL (float or double) is the arithmetic type. Every function gives NaN for NaN, as eager does.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <limits>
-#if defined(__AVX2__)
-#include <immintrin.h>
+#if !defined(__AVX2__)
+#include <cmath>
 #endif
 
 namespace fuser {
@@ -84,14 +83,25 @@ template <class T> FUSER_INLINE vec load(const T* p) {
   return v;
 }
 
+// Compiler built-ins rather than <immintrin.h>, which takes longer to parse than a kernel to compile.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-FUSER_INLINE __m256i float_lanes(int n) {
-  alignas(32) static const int32_t window[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(window + 8 - n));
+typedef int32_t int_lanes __attribute__((vector_size(32)));
+typedef long long long_lanes __attribute__((vector_size(32)));
+FUSER_INLINE int_lanes first_lanes(int n) {
+  static const int32_t window[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  int_lanes lanes;
+  __builtin_memcpy(&lanes, window + 8 - n, sizeof lanes);
+  return lanes;
 }
-FUSER_INLINE vec load_lanes(const float* p, int n, float) { return (vec)_mm256_maskload_ps(p, float_lanes(n)); }
-FUSER_INLINE vec load_lanes(const double* p, int n, double) { return (vec)_mm256_maskload_pd(p, float_lanes(2 * n)); }
-FUSER_INLINE vec load_partial(const real* p, int n) { return load_lanes(p, n, real{}); }
+typedef float float_lanes __attribute__((vector_size(32)));
+typedef double double_lanes __attribute__((vector_size(32)));
+FUSER_INLINE float_lanes load_lanes(const float* p, int n) {
+  return __builtin_ia32_maskloadps256((const float_lanes*)p, first_lanes(n));
+}
+FUSER_INLINE double_lanes load_lanes(const double* p, int n) {
+  return __builtin_ia32_maskloadpd256((const double_lanes*)p, (long_lanes)first_lanes(2 * n));
+}
+FUSER_INLINE vec load_partial(const real* p, int n) { return load_lanes(p, n); }
 #else
 FUSER_INLINE vec load_partial(const real* p, int n) {
   vec v{};
@@ -142,22 +152,31 @@ template <class T> FUSER_INLINE void store(T* p, vec v) {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Halves, quarters and a single lane: far cheaper than a masked store on some CPUs.
-FUSER_INLINE void store_lanes(float* p, __m256 v, int n) {
-  __m128 low = _mm256_castps256_ps128(v);
-  if (n & 4) _mm_storeu_ps(p, low), low = _mm256_extractf128_ps(v, 1), p += 4;
-  if (n & 2) _mm_storel_pi(reinterpret_cast<__m64*>(p), low), low = _mm_movehl_ps(low, low), p += 2;
-  if (n & 1) _mm_store_ss(p, low);
+typedef float four_floats __attribute__((vector_size(16)));
+typedef float two_floats __attribute__((vector_size(8)));
+typedef double two_doubles __attribute__((vector_size(16)));
+FUSER_INLINE void store_lanes(float* p, float_lanes v, int n) {
+  four_floats low = __builtin_shufflevector(v, v, 0, 1, 2, 3);
+  if (n & 4) {
+    __builtin_memcpy(p, &low, 16);
+    low = __builtin_shufflevector(v, v, 4, 5, 6, 7), p += 4;
+  }
+  if (n & 2) {
+    const two_floats pair = __builtin_shufflevector(low, low, 0, 1);
+    __builtin_memcpy(p, &pair, 8);
+    low = __builtin_shufflevector(low, low, 2, 3, 2, 3), p += 2;
+  }
+  if (n & 1) *p = low[0];
 }
-FUSER_INLINE void store_lanes(double* p, __m256d v, int n) {
-  __m128d low = _mm256_castpd256_pd128(v);
-  if (n & 2) _mm_storeu_pd(p, low), low = _mm256_extractf128_pd(v, 1), p += 2;
-  if (n & 1) _mm_store_sd(p, low);
+FUSER_INLINE void store_lanes(double* p, double_lanes v, int n) {
+  two_doubles low = __builtin_shufflevector(v, v, 0, 1);
+  if (n & 2) {
+    __builtin_memcpy(p, &low, 16);
+    low = __builtin_shufflevector(v, v, 2, 3), p += 2;
+  }
+  if (n & 1) *p = low[0];
 }
-typedef float float_vec __attribute__((vector_size(32)));
-FUSER_INLINE __m256 native(float_vec v) { return (__m256)v; }
-typedef double double_vec __attribute__((vector_size(32)));
-FUSER_INLINE __m256d native(double_vec v) { return (__m256d)v; }
-FUSER_INLINE void store_partial(real* p, vec v, int n) { store_lanes(p, native(v), n); }
+FUSER_INLINE void store_partial(real* p, vec v, int n) { store_lanes(p, v, n); }
 #else
 FUSER_INLINE void store_partial(real* p, vec v, int n) { __builtin_memcpy(p, &v, n * sizeof(real)); }
 #endif
@@ -185,18 +204,20 @@ FUSER_INLINE mask is_nan(vec a) { return a != a; }
 FUSER_INLINE vec maximum(vec a, vec b) { return a > b || is_nan(a) ? a : b; }
 FUSER_INLINE vec minimum(vec a, vec b) { return a < b || is_nan(a) ? a : b; }
 
+// The compiler's built-in of that name for the arithmetic type, inline where the CPU has an instruction.
+#define FUSER_BUILTIN(name) [](real a, auto... b) { return sizeof(real) == 4 ? real(__builtin_##name##f(a, b...)) : real(__builtin_##name(a, b...)); }
 #define FUSER_EACH(name, expression)                        \
   FUSER_INLINE vec name(vec x) {                            \
     vec y;                                                  \
     for (int i = 0; i < width; ++i) y[i] = expression;      \
     return y;                                               \
   }
-FUSER_EACH(absolute, std::abs(x[i]))
-FUSER_EACH(square_root, std::sqrt(x[i]))
-FUSER_EACH(floor, std::floor(x[i]))
-FUSER_EACH(ceiling, std::ceil(x[i]))
-FUSER_EACH(truncate, std::trunc(x[i]))
-FUSER_EACH(round_to_even, std::nearbyint(x[i]))
+FUSER_EACH(absolute, FUSER_BUILTIN(fabs)(x[i]))
+FUSER_EACH(square_root, FUSER_BUILTIN(sqrt)(x[i]))
+FUSER_EACH(floor, FUSER_BUILTIN(floor)(x[i]))
+FUSER_EACH(ceiling, FUSER_BUILTIN(ceil)(x[i]))
+FUSER_EACH(truncate, FUSER_BUILTIN(trunc)(x[i]))
+FUSER_EACH(round_to_even, FUSER_BUILTIN(nearbyint)(x[i]))
 FUSER_EACH(round_to_bfloat16, to_real(from_real<bfloat16>(x[i])))
 FUSER_EACH(round_to_half, to_real(from_real<half>(x[i])))
 #undef FUSER_EACH
@@ -273,7 +294,7 @@ FUSER_INLINE mask is_finite(vec x) { return absolute(x) < broadcast(std::numeric
 
 FUSER_INLINE vec remainder_of_division(vec x, vec y) {
   vec r;
-  for (int i = 0; i < width; ++i) r[i] = std::fmod(x[i], y[i]);
+  for (int i = 0; i < width; ++i) r[i] = FUSER_BUILTIN(fmod)(x[i], y[i]);
   return r;
 }
 

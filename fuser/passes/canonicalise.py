@@ -150,7 +150,9 @@ def _log_sigmoid(node: Node) -> None:
     result = _first_item(node)
     if result is not None:
         with node.graph.inserting_before(node):
-            _replace(result, insert(node.graph, aten.log_sigmoid.default, node.args[0]))
+            y = insert(node.graph, aten.log_sigmoid.default, node.args[0])
+            y.meta["val"] = tensor_meta(y).contiguous()  # as ATen's CPU kernel allocates it
+            _replace(result, y)
 
 
 def _rrelu_in_eval(node: Node) -> None:
@@ -158,7 +160,9 @@ def _rrelu_in_eval(node: Node) -> None:
     lower, upper, training = (*node.args[2:], *(0.125, 1 / 3, False)[len(node.args) - 2 :])[:3]
     if not training:
         with node.graph.inserting_before(node):
-            _replace(node, insert(node.graph, aten.leaky_relu.default, node.args[0], (lower + upper) / 2))
+            y = insert(node.graph, aten.leaky_relu.default, node.args[0], (lower + upper) / 2)
+            y.meta["val"] = tensor_meta(y).contiguous()
+            _replace(node, y)
 
 
 def _pool_without_indices(node: Node) -> None:

@@ -1,6 +1,7 @@
 // Running a plan.
 #include "plan.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
@@ -74,7 +75,7 @@ std::vector<at::Tensor> Plan::run(const std::vector<at::Tensor>& given) const {
       case Value::Constant: frame.data[i] = v.constant.mutable_data_ptr(); break;
       case Value::Arena: frame.data[i] = frame.arena + v.offset; break;
       case Value::Fresh:
-        frame.tensors[i] = at::empty_strided(v.sizes, v.strides, options_of(v.dtype));
+        frame.tensors[i] = at::detail::empty_strided_cpu(v.sizes, v.strides, v.dtype);
         frame.data[i] = frame.tensors[i].mutable_data_ptr();
         break;
       default: break;

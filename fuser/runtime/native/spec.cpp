@@ -1,5 +1,6 @@
 // Reading a plan's specification, which Python gives as nested tuples, lists and dicts.
 #include <ATen/Parallel.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Dtype.h>
@@ -234,6 +235,15 @@ Argument Plan::read_argument(PyObject* item, const c10::TypePtr& type, const std
       argument.list.push_back(read_argument(item_of(content, i), element, op, name));
   } else {
     argument.kind = Argument::Constant;
+    if (type->kind() == c10::TypeKind::TensorType && (PyFloat_Check(content) || PyLong_Check(content))) {
+      // A Python number where the schema has a tensor, as in `x + 1`: its dtype yields to the tensors'.
+      at::Tensor number = PyBool_Check(content)   ? at::scalar_tensor(content == Py_True)
+                          : PyLong_Check(content) ? at::scalar_tensor(integer(content), at::kLong)
+                                                  : at::scalar_tensor(PyFloat_AsDouble(content), at::kDouble);
+      number.unsafeGetTensorImpl()->set_wrapped_number(true);
+      argument.constant = number;
+      return argument;
+    }
     try {
       argument.constant = convert(content, type, std::nullopt);
     } catch (const std::exception& error) {
