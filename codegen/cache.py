@@ -17,14 +17,13 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 import filelock
 import torch
-
 from fuser.codegen import compiler
 
 COMPILE_TIMEOUT = 300  # seconds for one file

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import sympy
 import torch
+from fuser.codegen.kernel import Body, Load, Statement, Step, Store
 from torch.fx import Node
 
-from fuser.codegen.kernel import Body, Load, Statement, Step, Store
-from fuser.fused import FusedNode, Function, Operation, tensor_meta
+from fuser.fused import Function, FusedNode, Operation, tensor_meta
 
 _a, _b = sympy.symbols("a b", real=True)
 ADD = Function("add", (_a, _b), _a + _b)

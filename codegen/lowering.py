@@ -7,14 +7,13 @@ copy, made once. Reshapes of dense memory and all other views cost nothing: they
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
-from torch.fx import Node
-
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp import regions
 from fuser.codegen.plan import AtenStep, Plan, PythonStep, Value, channels_last_strides, same_layout
+from torch.fx import Node
+
 from fuser.fused import FusedNode, tensor_meta
 from fuser.passes.fuse import why_left_alone
 from fuser.program import Program

@@ -8,8 +8,9 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 STAGES = ("captured", "canonical", "fused", "code", "plan")
 DTYPES = ("float32", "float64", "bfloat16", "float16")

@@ -7,7 +7,8 @@ import functools
 import threading
 import time
 import warnings
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +93,7 @@ def _optimized_module(model: nn.Module, mode: str) -> nn.Module:
     return optimized
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _subclass(cls: type) -> type:
     slots = ("_fuser_original", "_fuser_engine", "_fuser_dispatcher")
     members = {"__slots__": slots, "__module__": cls.__module__, "__doc__": cls.__doc__}

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
 # A report keeps its latest entries, so that a server that sees ever new signatures does not grow.
 MOST_ENTRIES = 64
 

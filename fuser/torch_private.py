@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-# There is no public way to make fake tensors outside `torch.export`.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
 # A derivative may be traced while a functorch transform is active; its levels must be set aside meanwhile.
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+# There is no public way to make fake tensors outside `torch.export`.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def active_transform() -> str | None:

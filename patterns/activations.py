@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import sympy
 import torch

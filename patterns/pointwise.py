@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import sympy
 import torch
+from fuser.patterns import activations
 from sympy import Eq, Ge, Gt, Le, Lt, Ne, Piecewise, Rational
 from torch.fx import Node
 
 from fuser.fused import Function, Operation, tensor_meta
-from fuser.patterns import activations
 from fuser.scalar import (
-    absolute, copysign, expm1, fmod, hypot, is_finite, is_infinite, is_nan, log1p, maximum, minimum, round_to_bfloat16,
-    round_to_even, round_to_half, sign, truncate,
+    absolute,
+    copysign,
+    expm1,
+    fmod,
+    hypot,
+    is_finite,
+    is_infinite,
+    is_nan,
+    log1p,
+    maximum,
+    minimum,
+    round_to_bfloat16,
+    round_to_even,
+    round_to_half,
+    sign,
+    truncate,
 )
 
 aten = torch.ops.aten

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 import jinja2
 import torch
-
 from fuser.codegen.cpp import printer
 from fuser.codegen.kernel import Body, Load, Store
 

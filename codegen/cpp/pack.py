@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from fuser.codegen.cpp.anchored import C_TYPES, environment
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch.fx import Node
-
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp import conv, matmul, pack, pointwise, pool
 from fuser.codegen.cpp.anchored import vector_width
 from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of, steps
 from fuser.codegen.kernel import Body, Load, Store
 from fuser.codegen.plan import (
-    AtenStep, KernelStep, PackStep, Value, broadcast_strides, channels_last_strides, dense_strides, same_layout, view_strides,
+    AtenStep,
+    KernelStep,
+    PackStep,
+    Value,
+    broadcast_strides,
+    channels_last_strides,
+    dense_strides,
+    same_layout,
+    view_strides,
 )
+from torch.fx import Node
+
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:

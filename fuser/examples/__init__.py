@@ -1,0 +1,1 @@
+"""Examples that run: `python -m fuser.examples.digits`."""

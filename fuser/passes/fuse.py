@@ -8,7 +8,7 @@ impure node all impure nodes are tainted. The graph is contracted after every re
 from __future__ import annotations
 
 import operator
-from typing import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
