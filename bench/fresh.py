@@ -51,7 +51,11 @@ def child(kind: str, case: str, direction: str, peer: str, environment: dict[str
     command = [sys.executable, "-m", "bench.fresh", kind, case, direction, peer]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True,
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
             timeout=CHILD_TIMEOUT,
         )
     except subprocess.TimeoutExpired as error:

@@ -55,7 +55,7 @@ def _function(model: nn.Module) -> Layer:
     def apply(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
         start = 0
         for layer, count in layers:
-            x = layer(parameters[start:start + count], x)
+            x = layer(parameters[start : start + count], x)
             start += count
         return x
 

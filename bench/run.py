@@ -52,7 +52,10 @@ class Record:
 
 
 def run(
-    cases: list[Case], passes: list[str], peers: list[Peer], settings: Settings,
+    cases: list[Case],
+    passes: list[str],
+    peers: list[Peer],
+    settings: Settings,
     save: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:
     """Measure and print; returns everything as JSON-able data, which also goes to `save` after each case."""

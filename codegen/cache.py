@@ -108,7 +108,8 @@ def info() -> dict[str, object]:
     """The folder, its number of entries and its size in bytes."""
     files = [f for f in folder().rglob("*") if f.is_file()]
     return {
-        "folder": str(folder()), "kernels": sum(f.suffix == ".so" and f.parent == folder() for f in files),
+        "folder": str(folder()),
+        "kernels": sum(f.suffix == ".so" and f.parent == folder() for f in files),
         "bytes": sum(f.stat().st_size for f in files),
     }
 
@@ -191,8 +192,14 @@ def _compile(tool: compiler.Compiler, source: Source, path: Path) -> None:
 def _key(source: Source, tool: compiler.Compiler | None) -> str:
     """Everything the binary depends on. Without a compiler the key is that of the one last used."""
     version = tool.version if tool else _last_compiler()
-    parts = [source.code, _headers(), version, " ".join(compiler.KERNEL_FLAGS), torch.__version__,
-             " ".join(sorted(compiler.cpu_features()))]
+    parts = [
+        source.code,
+        _headers(),
+        version,
+        " ".join(compiler.KERNEL_FLAGS),
+        torch.__version__,
+        " ".join(sorted(compiler.cpu_features())),
+    ]
     if tool:
         _remember_compiler(version)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

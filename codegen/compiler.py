@@ -16,11 +16,19 @@ HEADERS = Path(__file__).parent / "cpp"
 
 # Contraction to FMA is fine; nothing here lets the compiler drop NaN, infinities or signed zeros.
 KERNEL_FLAGS = (
-    "-O3", "-std=c++17", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
-    "-fPIC", "-shared", "-Wno-psabi",
+    "-O3",
+    "-std=c++17",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wno-psabi",
 )
 
-_PROBE = "#include <omp.h>\nextern \"C\" int probe() { return omp_get_max_threads(); }\n"
+_PROBE = '#include <omp.h>\nextern "C" int probe() { return omp_get_max_threads(); }\n'
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,16 @@ class Compiler:
     def command(self, source: Path, output: Path) -> list[str]:
         """The command that builds a kernel; kernels call SLEEF functions that libtorch_cpu exports."""
         libraries = Path(torch.__file__).parent / "lib"
-        return [self.path, *KERNEL_FLAGS, f"-I{HEADERS}", str(source), "-o", str(output), f"-L{libraries}",
-                "-l:libtorch_cpu.so"]
+        return [
+            self.path,
+            *KERNEL_FLAGS,
+            f"-I{HEADERS}",
+            str(source),
+            "-o",
+            str(output),
+            f"-L{libraries}",
+            "-l:libtorch_cpu.so",
+        ]
 
 
 @functools.cache

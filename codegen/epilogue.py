@@ -41,7 +41,11 @@ def outputs_of(fused: FusedNode) -> list[Node]:
 
 
 def build_body(
-    fused: FusedNode, loads: list[Operand], stores: list[Operand], dtype: torch.dtype, bias: Node | None,
+    fused: FusedNode,
+    loads: list[Operand],
+    stores: list[Operand],
+    dtype: torch.dtype,
+    bias: Node | None,
     anchor_is_loaded: bool = False,
 ) -> Body:
     """The body of `fused`, its loads and stores addressed as given.
@@ -67,9 +71,7 @@ def build_body(
             arguments = tuple(names[_behind_views(o)] if isinstance(o, Node) else o for o in step.operands)
             names[node] = f"v{len(statements)}"
             statements.append(Statement(names[node], step.function, arguments))
-    store_list = [
-        Store(names[_behind_views(o.node)], tensor_meta(o.node).dtype, steps(o.strides)) for o in stores
-    ]
+    store_list = [Store(names[_behind_views(o.node)], tensor_meta(o.node).dtype, steps(o.strides)) for o in stores]
     return Body(dtype, tuple(load_list), tuple(statements), tuple(store_list), accumulator)
 
 

@@ -22,8 +22,14 @@ aten = torch.ops.aten
 
 # Operations that take channels-last inputs as they are and answer in the layout they were given.
 _LAYOUT_AGNOSTIC = {
-    aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.mean.dim,
-    aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default, aten.cat.default, aten.convolution.default,
+    aten.max_pool2d_with_indices.default,
+    aten.avg_pool2d.default,
+    aten._adaptive_avg_pool2d.default,
+    aten.mean.dim,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_nearest2d.default,
+    aten.cat.default,
+    aten.convolution.default,
 }
 
 
@@ -138,9 +144,7 @@ class Lowering:
         )
 
     def constant(self, tensor: torch.Tensor) -> int:
-        return self.plan.add(
-            Value("constant", tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor=tensor)
-        )
+        return self.plan.add(Value("constant", tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor=tensor))
 
     def is_weight(self, value: int) -> bool:
         """Whether a packed copy of this value is worth keeping between calls."""
@@ -167,7 +171,9 @@ class Lowering:
         if self.plan.values[self.plan.root(place)].kind != "buffer":
             return place
         target = self.plan.add(Value("aten", value.sizes, value.strides, value.dtype))
-        self.plan.steps.append(AtenStep(aten.clone.default, encode_arguments(aten.clone.default, (node,), {}, lambda _: place), [target]))
+        self.plan.steps.append(
+            AtenStep(aten.clone.default, encode_arguments(aten.clone.default, (node,), {}, lambda _: place), [target])
+        )
         return target
 
     def view(self, node: Node) -> None:
@@ -212,7 +218,7 @@ class Lowering:
             if isinstance(node.meta["val"], (list, tuple)):
                 self.items[node] = outs
             else:
-                self.places[node] = outs
+                self.places[node] = list(outs)
                 self.plan.values[outs[0]].node = node.name
         self.plan.steps.append(AtenStep(target, arguments, outs, pure))
         self.leave_alone(node)
@@ -237,7 +243,7 @@ class Lowering:
         if isinstance(node.meta["val"], (list, tuple)):
             self.items[node] = outs
         else:
-            self.places[node] = outs
+            self.places[node] = list(outs)
         self.leave_alone(node)
 
     def leave_alone(self, node: Node, reason: str | None = None) -> None:
@@ -274,5 +280,3 @@ def _written_inputs(program: Program) -> set[int]:
     positions = {node: i for i, node in enumerate(program.placeholders)}
     writes = [n for n in program.graph_module.graph.nodes if n.target is aten.copy_.default]
     return {positions[n.args[0]] for n in writes if n.args[0] in positions}
-
-

@@ -33,8 +33,12 @@ class Value:
     def describe(self) -> str:
         shape = "x".join(map(str, self.sizes)) or "scalar"
         dtype = str(self.dtype).removeprefix("torch.")
-        more = {"view": f" of %{self.base}+{self.offset}", "input": f" #{self.index}", "packed": f" {self.nbytes} bytes",
-                "scratch": f" {self.nbytes} bytes"}.get(self.kind, "")
+        more = {
+            "view": f" of %{self.base}+{self.offset}",
+            "input": f" #{self.index}",
+            "packed": f" {self.nbytes} bytes",
+            "scratch": f" {self.nbytes} bytes",
+        }.get(self.kind, "")
         return f"{self.kind}{more} {dtype} {shape} strides {self.strides}"
 
 
@@ -76,7 +80,10 @@ class PackStep:
 
 @dataclass
 class AtenStep:
-    """Call an ATen operator. Arguments are ("value", id), ("const", object) or ("list", [..]); outs are value ids or -1."""
+    """Call an ATen operator.
+
+    Arguments are ("value", id), ("const", object) or ("list", [..]); outs are value ids, or -1 where nobody asks.
+    """
 
     op: torch._ops.OpOverload
     arguments: list[Any]

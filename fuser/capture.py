@@ -50,6 +50,7 @@ def capture(model: nn.Module | Callable, args: tuple, kwargs: dict, captured: Se
     except Exception as error:
         raise CaptureError(_reason(error)) from error
     finish()
+    _functional_metadata(module)
     program = Program(_constants_to_inputs(module, captured), inputs, structure[-1])
     _refuse_writes_to_arguments(program)
     return program
@@ -162,8 +163,10 @@ def _flatten_result(result: Any, tensors: list[torch.Tensor]) -> tuple:
         return ("call", lambda *values: make(values), children)
     if result is None or isinstance(result, (bool, int, float, complex, str, torch.dtype, torch.device)):
         return ("const", result)
-    raise CaptureError(f"the result holds a {type(result).__name__}; tensors, numbers, strings, None and nested "
-                       "tuples, lists and dicts of them can be returned")
+    raise CaptureError(
+        f"the result holds a {type(result).__name__}; tensors, numbers, strings, None and nested "
+        "tuples, lists and dicts of them can be returned"
+    )
 
 
 def _constants_to_inputs(module: GraphModule, captured: Sequence[Captured]) -> GraphModule:
@@ -180,6 +183,26 @@ def _constants_to_inputs(module: GraphModule, captured: Sequence[Captured]) -> G
             raise CaptureError(f"it uses a tensor ({tuple(tensor.shape)}) held where fuser can't follow its changes")
     module.recompile()
     return module
+
+
+def _functional_metadata(module: GraphModule) -> None:
+    """`squeeze_` and its kind only change shapes; of an intermediate value that is the same as the plain view."""
+    for node in module.graph.nodes:
+        plain = _METADATA_WRITES.get(node.target)
+        if plain is not None and node.args[0].op != "placeholder":
+            node.target = plain
+    module.recompile()
+
+
+aten = torch.ops.aten
+_METADATA_WRITES = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+}
 
 
 def _refuse_writes_to_arguments(program: Program) -> None:

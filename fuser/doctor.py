@@ -42,7 +42,8 @@ def examine() -> list[Finding]:
 
 def _cpu() -> str:
     known = [f for f in ("avx512f", "avx2", "fma", "f16c", "asimd") if f in compiler.cpu_features()]
-    return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, vectors of {compiler.vector_bytes()} bytes, {' '.join(known)}"
+    counts = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, vectors of {compiler.vector_bytes()} bytes"
+    return f"{counts}, {' '.join(known)}"
 
 
 def _openmp() -> Finding:
@@ -52,7 +53,8 @@ def _openmp() -> Finding:
         return Finding("OpenMP", found[0])
     if not found:
         return Finding("OpenMP", "no runtime is loaded; torch was built without it, kernels bring their own")
-    return Finding("OpenMP", f"several runtimes are loaded ({', '.join(found)}): import torch before other libraries", False)
+    advice = "import torch before other libraries"
+    return Finding("OpenMP", f"several runtimes are loaded ({', '.join(found)}): {advice}", False)
 
 
 def openmp_libraries() -> list[str]:

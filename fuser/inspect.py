@@ -34,7 +34,9 @@ def data(stages: Stages, stage: str) -> dict[str, Any]:
     if stage == "plan":
         layout = place(stages.plan)
         return {
-            "stage": stage, "arena_bytes": layout.nbytes, "outputs": stages.plan.outputs,
+            "stage": stage,
+            "arena_bytes": layout.nbytes,
+            "outputs": stages.plan.outputs,
             "values": [v.describe() for v in stages.plan.values],
             "steps": [_step_text(stages.plan, step) for step in stages.plan.steps],
         }
@@ -70,9 +72,11 @@ def _argument(argument: Any) -> str:
 
 
 def _target(node: Node) -> str:
-    return getattr(node.target, "__name__", None) if callable(node.target) and not isinstance(
-        node.target, torch._ops.OpOverload
-    ) else str(node.target)
+    return (
+        getattr(node.target, "__name__", None)
+        if callable(node.target) and not isinstance(node.target, torch._ops.OpOverload)
+        else str(node.target)
+    )
 
 
 def _shape(node: Node) -> str:
@@ -87,21 +91,36 @@ def _shape(node: Node) -> str:
 def _fused_lines(fused: FusedNode) -> list[str]:
     how = "; ".join(fused.notes)
     header = f"{fused.name} ({fused.pattern}{': ' + how if how else ''}):"
-    return [header, *("    " + _line(node) if node.op != "output" else f"    return {node.args[0]}"
-                      for node in fused.members.graph.nodes)]
+    return [
+        header,
+        *(
+            "    " + _line(node) if node.op != "output" else f"    return {node.args[0]}"
+            for node in fused.members.graph.nodes
+        ),
+    ]
 
 
 def _node_data(node: Node) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": node.name, "op": node.op, "target": str(node.target),
-                             "inputs": [n.name for n in node.all_input_nodes]}
+    entry: dict[str, Any] = {
+        "name": node.name,
+        "op": node.op,
+        "target": str(node.target),
+        "inputs": [n.name for n in node.all_input_nodes],
+    }
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        entry |= {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."),
-                  "strides": list(value.stride())}
+        entry |= {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "strides": list(value.stride()),
+        }
     fused = node.meta.get("fused")
     if fused is not None:
-        entry |= {"pattern": fused.pattern, "how": list(fused.notes),
-                  "members": [_node_data(n) for n in fused.members.graph.nodes if n.op == "call_function"]}
+        entry |= {
+            "pattern": fused.pattern,
+            "how": list(fused.notes),
+            "members": [_node_data(n) for n in fused.members.graph.nodes if n.op == "call_function"],
+        }
     return entry
 
 

@@ -190,7 +190,9 @@ class _Engine:
         self.tables[fingerprint] = entry
         return entry[0]
 
-    def compile(self, table: Any, signature: bytes, kept: list, what: str, args: tuple, kwargs: dict, seen: Observed) -> None:
+    def compile(
+        self, table: Any, signature: bytes, kept: list, what: str, args: tuple, kwargs: dict, seen: Observed
+    ) -> None:
         start = time.perf_counter()
         stages = pipeline.Stages(capture(self.model, args, kwargs, seen.captured))
         stages.seconds["capture"] = time.perf_counter() - start

@@ -95,8 +95,12 @@ def build(stages: Stages) -> dict[str, int]:
 def compiled_entry(signature: str, stages: Stages, arena_bytes: int) -> report.CompiledEntry:
     """What the report says of one compiled signature."""
     entry = report.CompiledEntry(
-        signature, seconds=dict(stages.seconds), kernels=len(stages.plan.sources()), cache_hits=stages.hits,
-        arena_bytes=arena_bytes, failures=list(stages.failures),
+        signature,
+        seconds=dict(stages.seconds),
+        kernels=len(stages.plan.sources()),
+        cache_hits=stages.hits,
+        arena_bytes=arena_bytes,
+        failures=list(stages.failures),
     )
     for node in stages.fused.graph_module.graph.nodes:
         fused = node.meta.get("fused")

@@ -88,7 +88,7 @@ class Program:
         return self._derived(pushforward, [self.placeholders[i].meta["val"] for i in wanted], "tangent")
 
     def vmap(self, size: int, in_dims: Sequence[int | None]) -> Program:
-        """The program over a new leading batch axis of `size` of each input whose `in_dims` entry is 0 (None: shared)."""
+        """The program over a new leading batch axis of `size` of the inputs whose `in_dims` entry is 0."""
         if len(in_dims) != len(self.inputs) or any(d not in (0, None) for d in in_dims):
             raise ValueError(f"in_dims must give 0 or None for each of the {len(self.inputs)} inputs, got {in_dims!r}")
         pure = self._without_writes()
@@ -133,9 +133,7 @@ def blanks(tensors: Sequence[torch.Tensor]) -> list[FakeTensor]:
     A derivative must be traced on such blanks, never on live tensors that a transform has wrapped.
     """
     with temporarily_clear_interpreter_stack(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors
-        ]
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
 def trace(function: Callable, examples: Sequence[FakeTensor]) -> GraphModule:

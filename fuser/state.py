@@ -81,6 +81,9 @@ class _Walk:
         if not self.first_visit(module):
             return
         state = module.__dict__
+        if isinstance(module, torch.fx.GraphModule):
+            # Its behaviour is its code (asking for it finishes a recompilation that FX put off).
+            self.seen.fingerprint.append(("code", module.code, module.training))
         self.guard_items(state)
         for name in _MODULE_DICTS:
             self.guard_items(state[name])
@@ -92,7 +95,7 @@ class _Walk:
                 self.unsupported(f"a forward hook on submodule {path!r}")
         for name, tensor in [*state["_parameters"].items(), *state["_buffers"].items()]:
             self.tensor(_join(path, name), tensor, weight=True)
-        for name, value in state.items():
+        for name, value in () if isinstance(module, torch.fx.GraphModule) else state.items():
             if name not in _MODULE_DICTS and not name.endswith("_hooks") and "_hooks_" not in name:
                 self.value(_join(path, name), value, 0)
         for name, child in state["_modules"].items():

@@ -5,5 +5,13 @@ from fuser.patterns.pattern import Pattern, pattern_of, register_pattern, regist
 from fuser.patterns.pointwise import compute_dtype, operation
 
 __all__ = [
-    "Pattern", "compute_dtype", "conv", "matmul", "operation", "pattern_of", "pool", "register_pattern", "registered_patterns",
+    "Pattern",
+    "compute_dtype",
+    "conv",
+    "matmul",
+    "operation",
+    "pattern_of",
+    "pool",
+    "register_pattern",
+    "registered_patterns",
 ]

@@ -27,7 +27,9 @@ def _not_floating(node: Node) -> str | None:
     return None
 
 
-register_pattern(Pattern("linear", frozenset({aten.addmm.default}), bias=0, guard=_scaled, through_views=True, alone=True))
+register_pattern(
+    Pattern("linear", frozenset({aten.addmm.default}), bias=0, guard=_scaled, through_views=True, alone=True)
+)
 register_pattern(Pattern("mm", frozenset({aten.mm.default}), guard=_not_floating, through_views=True, alone=True))
 register_pattern(Pattern("bmm", frozenset({aten.bmm.default}), guard=_not_floating, through_views=True, alone=True))
 register_pattern(

@@ -16,7 +16,7 @@ class Pattern:
     `name` starts the fused node's name (`conv` gives `conv_bias_relu`). `anchors` are ATen overloads whose first
     result is the value that the epilogue continues. `bias` is the position of the anchor's own bias argument, if it
     has one. `guard(node)` returns None to accept an anchor, or the reason to leave it alone, which the report shows.
-    `through_views` lets the epilogue continue behind a reshape that keeps the last axis. `alone` says whether an
+    `through_views` lets the epilogue continue behind a reshape of the dense result. `alone` says whether an
     anchor with nothing to fuse is still worth a node of its own (a kernel may beat ATen's).
     """
 
@@ -46,8 +46,10 @@ def register_pattern(pattern: Pattern) -> Pattern:
         raise ValueError(f"pattern {pattern.name!r} names no anchor")
     for anchor in pattern.anchors:
         if not isinstance(anchor, torch._ops.OpOverload):
-            raise TypeError(f"anchor {anchor!r} of pattern {pattern.name!r} must be an operator overload such as "
-                            "torch.ops.aten.mm.default")
+            raise TypeError(
+                f"anchor {anchor!r} of pattern {pattern.name!r} must be an operator overload such as "
+                "torch.ops.aten.mm.default"
+            )
         if anchor in _by_anchor:
             raise ValueError(f"{anchor} is the anchor of pattern {_by_anchor[anchor].name!r} already")
     _patterns.append(pattern)

@@ -82,8 +82,8 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     EXPRESSIONS[_name] = (lambda relation: lambda a, b: relation(a, b))(EXPRESSIONS[_name])
 
 _SAME_NAME = (
-    "neg abs sign square sqrt rsqrt reciprocal exp exp2 log log2 log10 log1p expm1 sin cos tan asin acos atan sinh cosh "
-    "asinh acosh atanh erf erfc floor ceil trunc round frac isnan isinf isfinite atan2 maximum minimum hypot"
+    "neg abs sign square sqrt rsqrt reciprocal exp exp2 log log2 log10 log1p expm1 sin cos tan asin acos atan sinh "
+    "cosh asinh acosh atanh erf erfc floor ceil trunc round frac isnan isinf isfinite atan2 maximum minimum hypot"
 ).split()
 
 # operator -> function name; its operands are the operator's arguments in order, defaults filled in.
@@ -92,6 +92,8 @@ _PLAIN |= {
     aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",
     aten.sgn.default: "sign", aten.clone.default: "copy", aten.lift_fresh_copy.default: "copy",
     aten.copysign.Tensor: "copysign", aten.copysign.Scalar: "copysign", aten.fmod.Tensor: "fmod",
+    aten.clamp_min.default: "maximum", aten.clamp_min.Tensor: "maximum",
+    aten.clamp_max.default: "minimum", aten.clamp_max.Tensor: "minimum",
     aten.fmod.Scalar: "fmod", aten.lerp.Scalar: "lerp", aten.lerp.Tensor: "lerp", aten.addcmul.default: "addcmul",
     aten.addcdiv.default: "addcdiv", aten.where.self: "where", aten.where.ScalarSelf: "where",
     aten.where.ScalarOther: "where", aten.where.Scalar: "where",
@@ -131,7 +133,7 @@ def operation(node: Node) -> Operation | str:
         return f"{name} of booleans"
     if any(not isinstance(o, (Node, float, int, bool)) for o in operands):
         return "an argument that is neither a tensor nor a real number"
-    return Operation(function, tuple(float(o) if isinstance(o, int) and not isinstance(o, bool) else o for o in operands))
+    return Operation(function, tuple(float(o) if type(o) is int else o for o in operands))
 
 
 def compute_dtype(node: Node) -> torch.dtype | None:
@@ -234,7 +236,8 @@ def _rounded_division(node: Node) -> tuple[str, list[Any]] | str:
 
 
 def _cast(node: Node) -> tuple[str, list[Any]] | str:
-    if any(node.kwargs.get(k) not in (None, d) for k, d in (("device", torch.device("cpu")), ("layout", torch.strided))):
+    plain = {"device": torch.device("cpu"), "layout": torch.strided}
+    if any(node.kwargs.get(name) not in (None, value) for name, value in plain.items()):
         return "a conversion to another device or layout"
     before, after = tensor_meta(node.args[0]).dtype, tensor_meta(node).dtype
     if before is torch.bool:
@@ -261,8 +264,6 @@ _SPECIAL: dict[Any, Callable[[Node], Any]] = {
     aten.rsub.Tensor: _reversed_sub, aten.rsub.Scalar: _reversed_sub,
     aten.pow.Tensor_Scalar: _power, aten.pow.Tensor_Tensor: _power, aten.pow.Scalar: _power,
     aten.clamp.default: _clamp, aten.clamp.Tensor: _clamp,
-    aten.clamp_min.default: lambda n: ("maximum", list(n.args)), aten.clamp_max.default: lambda n: ("minimum", list(n.args)),
-    aten.clamp_min.Tensor: lambda n: ("maximum", list(n.args)), aten.clamp_max.Tensor: lambda n: ("minimum", list(n.args)),
     aten.div.Tensor_mode: _rounded_division, aten.div.Scalar_mode: _rounded_division,
     aten._to_copy.default: _cast, aten.gelu.default: _gelu,
     aten.masked_fill.Scalar: _masked_fill, aten.masked_fill.Tensor: _masked_fill,

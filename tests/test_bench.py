@@ -79,23 +79,29 @@ def test_dropout_can_be_left_out():
     assert drops == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("patterns, expected", [
-    ("dense2", ["dense2"]),
-    ("pinn, dense2", ["dense2", "pinn"]),
-    ("vgg16_*", ["vgg16_b1", "vgg16_b16", "vgg16_b64"]),
-    (None, list(cases.CASES)),
-])
+@pytest.mark.parametrize(
+    "patterns, expected",
+    [
+        ("dense2", ["dense2"]),
+        ("pinn, dense2", ["dense2", "pinn"]),
+        ("vgg16_*", ["vgg16_b1", "vgg16_b16", "vgg16_b64"]),
+        (None, list(cases.CASES)),
+    ],
+)
 def test_select(patterns, expected):
     assert [c.name for c in cases.select(patterns)] == expected
 
 
-@pytest.mark.parametrize("names, fuser, expected", [
-    ("eager", False, ["eager"]),
-    ("jax,eager", True, ["fuser", "eager", "jax"]),
-    ("inductor", False, ["inductor", "inductor-freezing"]),
-    ("inductor-freezing", False, ["inductor-freezing"]),
-    (None, True, list(peers.PEERS)),
-])
+@pytest.mark.parametrize(
+    "names, fuser, expected",
+    [
+        ("eager", False, ["eager"]),
+        ("jax,eager", True, ["fuser", "eager", "jax"]),
+        ("inductor", False, ["inductor", "inductor-freezing"]),
+        ("inductor-freezing", False, ["inductor-freezing"]),
+        (None, True, list(peers.PEERS)),
+    ],
+)
 def test_selected_peers(names, fuser, expected):
     assert [p.name for p in peers.selected(names, fuser)] == expected
 
@@ -112,6 +118,7 @@ def wrong_values(direction, change):
 @pytest.mark.parametrize("direction", cases.PASSES)
 def test_check_accepts_eager_and_finds_each_fault(direction):
     with torch.set_grad_enabled(direction == "reverse"):
+
         def spoilt(arrays):
             arrays[0][1] = numpy.nan
             return arrays
@@ -139,11 +146,14 @@ def wrong(model, x, direction):
     return peers.PEERS["eager"].prepare(model, x + 1, direction)
 
 
-@pytest.mark.parametrize("prepare, status, message", [
-    (missing, "missing", "not installed (no module named 'fake')"),
-    (failing, "failed", "RuntimeError: first line"),
-    (wrong, "wrong", "result 0 is off by"),
-])
+@pytest.mark.parametrize(
+    "prepare, status, message",
+    [
+        (missing, "missing", "not installed (no module named 'fake')"),
+        (failing, "failed", "RuntimeError: first line"),
+        (wrong, "wrong", "result 0 is off by"),
+    ],
+)
 def test_a_peer_that_cannot_take_part_is_named_and_not_timed(prepare, status, message):
     settings = bench_run.Settings(rounds=1, seconds=1e-4)
     both = [peers.PEERS["eager"], fake_peer(prepare)]
@@ -252,34 +262,40 @@ def test_compare_rows_present_on_one_side_do_not_fail():
     assert compare.rows(old, new, ["eager"]) == []
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["run", "--cases", "nothing"], "no case matches 'nothing'"),
-    (["run", "--cases", ","], "names no case"),
-    (["run", "--passes", "sideways"], "--passes takes forward and reverse"),
-    (["run", "--peers", "caffe"], "no peer is called 'caffe'"),
-    (["run", "--peers", ",", "--no-fuser"], "no peer is left"),
-    (["run", "--rounds", "0"], "--rounds must be at least 1"),
-    (["run", "--seconds", "nan"], "--seconds must be a positive number"),
-    (["run", "--threads", "0"], "--threads must be between 1 and"),
-    (["run", "-o", "/nowhere/at/all.json"], "can't write"),
-    (["run", "--wrong"], "unrecognized arguments"),
-    (["compare", "absent.json", "absent.json"], "can't read absent.json"),
-    (["import", "--rounds", "0"], "--rounds must be at least 1"),
-    ([], "required"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "--cases", "nothing"], "no case matches 'nothing'"),
+        (["run", "--cases", ","], "names no case"),
+        (["run", "--passes", "sideways"], "--passes takes forward and reverse"),
+        (["run", "--peers", "caffe"], "no peer is called 'caffe'"),
+        (["run", "--peers", ",", "--no-fuser"], "no peer is left"),
+        (["run", "--rounds", "0"], "--rounds must be at least 1"),
+        (["run", "--seconds", "nan"], "--seconds must be a positive number"),
+        (["run", "--threads", "0"], "--threads must be between 1 and"),
+        (["run", "-o", "/nowhere/at/all.json"], "can't write"),
+        (["run", "--wrong"], "unrecognized arguments"),
+        (["compare", "absent.json", "absent.json"], "can't read absent.json"),
+        (["import", "--rounds", "0"], "--rounds must be at least 1"),
+        ([], "required"),
+    ],
+)
 def test_bad_input_is_one_line(arguments, message, capsys):
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("spoil, message", [
-    (lambda data: "{", "is not JSON"),
-    (lambda data: "[]", "is not a result"),
-    (lambda data: json.dumps({**data, "schema": 99}), "has schema 99"),
-    (lambda data: json.dumps({**data, "results": [{"case": "dense2"}]}), "lacks or garbles 'direction'"),
-    (lambda data: json.dumps({**data, "results": [3]}), "lacks or garbles"),
-])
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda data: "{", "is not JSON"),
+        (lambda data: "[]", "is not a result"),
+        (lambda data: json.dumps({**data, "schema": 99}), "has schema 99"),
+        (lambda data: json.dumps({**data, "results": [{"case": "dense2"}]}), "lacks or garbles 'direction'"),
+        (lambda data: json.dumps({**data, "results": [3]}), "lacks or garbles"),
+    ],
+)
 def test_compare_refuses_a_file_that_is_no_result(result, tmp_path, capsys, spoil, message):
     path = tmp_path / "bad.json"
     path.write_text(spoil(copy.deepcopy(json.loads(result[0].read_text()))))

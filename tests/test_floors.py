@@ -12,23 +12,44 @@ SOURCES = {"fuser": ROOT / "fuser", "fuser.patterns": ROOT / "patterns", "fuser.
 
 # The longest prefix of a module's name decides its floor.
 FLOORS = {
-    "fuser.torch_private": 0, "fuser.scalar": 0, "fuser.fused": 0, "fuser.state": 0,
+    "fuser.torch_private": 0,
+    "fuser.scalar": 0,
+    "fuser.fused": 0,
+    "fuser.state": 0,
     "fuser.program": 1,
-    "fuser.report": 2, "fuser.capture": 2, "fuser.patterns": 2,
+    "fuser.report": 2,
+    "fuser.capture": 2,
+    "fuser.patterns": 2,
     "fuser.passes": 3,
     "fuser.codegen": 4,
     "fuser.runtime": 5,
     "fuser.pipeline": 6,
-    "fuser.optimized": 7, "fuser.ops": 7, "fuser.autodiff": 7, "fuser.inspect": 7, "fuser.doctor": 7,
-    "fuser.dynamo": 8, "fuser.cli": 8,
-    "fuser.__main__": 9, "fuser.examples": 9, "fuser.__init__": 9,
+    "fuser.optimized": 7,
+    "fuser.ops": 7,
+    "fuser.autodiff": 7,
+    "fuser.inspect": 7,
+    "fuser.doctor": 7,
+    "fuser.dynamo": 8,
+    "fuser.cli": 8,
+    "fuser.__main__": 9,
+    "fuser.examples": 9,
+    "fuser.__init__": 9,
 }
 # Neighbours that must not know each other.
-STRANGERS = [("fuser.patterns", "fuser.codegen"), ("fuser.codegen", "fuser.patterns"),
-             ("fuser.capture", "fuser.patterns"), ("fuser.capture", "fuser.report"), ("fuser.report", "fuser.capture"),
-             ("fuser.report", "fuser.patterns"), ("fuser.patterns", "fuser.capture"), ("fuser.patterns", "fuser.report"),
-             ("fuser.codegen", "fuser.capture"), ("fuser.codegen", "fuser.report"), ("fuser.passes", "fuser.capture"),
-             ("fuser.passes", "fuser.report")]
+STRANGERS = [
+    ("fuser.patterns", "fuser.codegen"),
+    ("fuser.codegen", "fuser.patterns"),
+    ("fuser.capture", "fuser.patterns"),
+    ("fuser.capture", "fuser.report"),
+    ("fuser.report", "fuser.capture"),
+    ("fuser.report", "fuser.patterns"),
+    ("fuser.patterns", "fuser.capture"),
+    ("fuser.patterns", "fuser.report"),
+    ("fuser.codegen", "fuser.capture"),
+    ("fuser.codegen", "fuser.report"),
+    ("fuser.passes", "fuser.capture"),
+    ("fuser.passes", "fuser.report"),
+]
 
 
 def modules() -> dict[str, Path]:
@@ -53,8 +74,8 @@ def floor(name: str) -> tuple[str, int]:
 def imports(path: Path) -> set[str]:
     """Every `fuser` module that the file imports, inside functions too, except for type checking alone."""
     tree = ast.parse(path.read_text())
-    ignored = {id(n) for branch in ast.walk(tree) if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
-               for n in ast.walk(branch)}
+    branches = [b for b in ast.walk(tree) if isinstance(b, ast.If) and "TYPE_CHECKING" in ast.dump(b.test)]
+    ignored = {id(n) for branch in branches for n in ast.walk(branch)}
     found = set()
     for node in ast.walk(tree):
         if id(node) in ignored:

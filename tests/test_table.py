@@ -60,8 +60,24 @@ def with_special_values(x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         return x
     info = torch.finfo(x.dtype)
-    values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, info.tiny / 4, -info.tiny / 4, 1.0, -1.0, 88.0,
-              -88.0, 20.0, -20.0, 3.0, -3.0, 6.0]
+    values = [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        0.0,
+        -0.0,
+        info.tiny / 4,
+        -info.tiny / 4,
+        1.0,
+        -1.0,
+        88.0,
+        -88.0,
+        20.0,
+        -20.0,
+        3.0,
+        -3.0,
+        6.0,
+    ]
     flat = torch.randn(x.numel(), dtype=torch.float64)
     flat[: len(values)] = torch.tensor(values, dtype=torch.float64)
     strided = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)

@@ -13,7 +13,10 @@ from fuser.codegen.cpp import printer
 from fuser.codegen.kernel import Body, Load, Store
 
 C_TYPES = {
-    torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "half",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "half",
     torch.bool: "bool",
 }
 
@@ -33,12 +36,17 @@ def environment() -> jinja2.Environment:
     """The templates beside this file."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(
-        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=loader,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
 
 
-def render(template: str, name: str, body: Body, columns: int, first_pointer: int, first_stride: str,
-           **more: object) -> str:
+def render(
+    template: str, name: str, body: Body, columns: int, first_pointer: int, first_stride: str, **more: object
+) -> str:
     """The source of an anchored kernel.
 
     The body's loads and stores have steps over (batch, row, column). Their pointers follow `first_pointer`, their
@@ -46,17 +54,26 @@ def render(template: str, name: str, body: Body, columns: int, first_pointer: in
     """
     tensors: Sequence[Load | Store] = (*body.loads, *body.stores)
     fields = [
-        _Field(_field_name(t, i), _pointer(t), t.steps[1] != "broadcast", t.steps[2])
-        for i, t in enumerate(tensors)
+        _Field(_field_name(t, i), _pointer(t), t.steps[1] != "broadcast", t.steps[2]) for i, t in enumerate(tensors)
     ]
     narrow = columns <= vector_width(body.dtype)
-    return environment().get_template(template).render(
-        title=f"{name}: {' -> '.join(s.function.name for s in body.statements) or 'no epilogue'}",
-        origin=[f"{s.name} = {s.function.name}({', '.join(map(str, s.arguments))})" for s in body.statements],
-        real=C_TYPES[body.dtype], vectors=1 if narrow else 2, functions=printer.functions(body), name=name,
-        operands=fields, cost=8 * len(body.statements),
-        full=_lines(body, fields, partial=False), partial=_lines(body, fields, partial=True),
-        operand_setup=_setup(fields, tensors, first_pointer, first_stride), **more,
+    return (
+        environment()
+        .get_template(template)
+        .render(
+            title=f"{name}: {' -> '.join(s.function.name for s in body.statements) or 'no epilogue'}",
+            origin=[f"{s.name} = {s.function.name}({', '.join(map(str, s.arguments))})" for s in body.statements],
+            real=C_TYPES[body.dtype],
+            vectors=1 if narrow else 2,
+            functions=printer.functions(body),
+            name=name,
+            operands=fields,
+            cost=8 * len(body.statements),
+            full=_lines(body, fields, partial=False),
+            partial=_lines(body, fields, partial=True),
+            operand_setup=_setup(fields, tensors, first_pointer, first_stride),
+            **more,
+        )
     )
 
 

@@ -29,11 +29,23 @@ def source(body: Body, rank: int, name: str) -> str:
     tensors = [_tensor(load, load.name) for load in body.loads]
     tensors += [_tensor(store, f"out{i}") for i, store in enumerate(body.stores)]
     loads = list(zip(body.loads, tensors))
-    return environment().get_template("pointwise.cpp.j2").render(
-        name=name, title=" -> ".join(s.function.name for s in body.statements) or "copy", real=C_TYPES[body.dtype],
-        rank=rank, functions=printer.functions(body), tensors=tensors, cost=cost(body),
-        hoisted=[f"const {_kind(t)} {t.name}_value = broadcast(*{t.name});" for _, t in loads if t.step == "broadcast"],
-        full=_lines(body, tensors, partial=False), partial=_lines(body, tensors, partial=True),
+    return (
+        environment()
+        .get_template("pointwise.cpp.j2")
+        .render(
+            name=name,
+            title=" -> ".join(s.function.name for s in body.statements) or "copy",
+            real=C_TYPES[body.dtype],
+            rank=rank,
+            functions=printer.functions(body),
+            tensors=tensors,
+            cost=cost(body),
+            hoisted=[
+                f"const {_kind(t)} {t.name}_value = broadcast(*{t.name});" for _, t in loads if t.step == "broadcast"
+            ],
+            full=_lines(body, tensors, partial=False),
+            partial=_lines(body, tensors, partial=True),
+        )
     )
 
 
@@ -42,8 +54,10 @@ def cost(body: Body) -> int:
     total = len(body.loads) + len(body.stores)
     for statement in body.statements:
         text = printer.definition(statement.function)
-        total += 2 + _EXPENSIVE * sum(text.count(f) for f in ("exponential", "logarithm", "tangent", "function(", "sin",
-                                                              "power", "log1p", "expm1", "sigmoid"))
+        total += 2 + _EXPENSIVE * sum(
+            text.count(f)
+            for f in ("exponential", "logarithm", "tangent", "function(", "sin", "power", "log1p", "expm1", "sigmoid")
+        )
     return total
 
 
@@ -70,7 +84,9 @@ def _lines(body: Body, tensors: list[_Tensor], partial: bool) -> list[str]:
     lines += printer.statements(body)
     for store, t in zip(body.stores, tensors[len(body.loads) :]):
         if t.step == "unit":
-            call = f"store_partial({t.name} + i, {store.value}, n)" if partial else f"store({t.name} + i, {store.value})"
+            call = (
+                f"store_partial({t.name} + i, {store.value}, n)" if partial else f"store({t.name} + i, {store.value})"
+            )
         elif t.step == "strided":
             call = f"store_strided({t.name} + i * {t.name}_step, {t.name}_step, {store.value}, {count})"
         else:

@@ -43,8 +43,7 @@ def lower(lowering: Lowering, node: Node, fused: FusedNode) -> None:
     """Append the steps that compute the fused node `node` and define its values."""
     if fused.anchor is None:
         return _lower_pointwise(lowering, node, fused)
-    kind = {aten.convolution.default: _Convolution, aten.mm.default: _Product, aten.addmm.default: _Product,
-            aten.bmm.default: _Product, aten.baddbmm.default: _Product, aten.max_pool2d.default: _MaxPool}.get(fused.anchor.target)
+    kind = _GENERATED.get(fused.anchor.target)
     shape = kind(lowering, node, fused) if kind else None
     reason = shape.refusal() if shape else f"there is no generated kernel for {fused.anchor.target}"
     if reason is None:
@@ -98,8 +97,14 @@ def collapse(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list
 
 
 def _pointwise_step(
-    lowering: Lowering, name: str, body: Body, sizes: list[int], strides: list[tuple], values: list[int],
-    writes: list[int], fused: str = "",
+    lowering: Lowering,
+    name: str,
+    body: Body,
+    sizes: list[int],
+    strides: list[tuple],
+    values: list[int],
+    writes: list[int],
+    fused: str = "",
 ) -> None:
     arguments = [*sizes, *(s for tensor in strides for s in tensor)]
     source = pointwise.source(body, len(sizes), name)
@@ -136,8 +141,14 @@ def _lower_pointwise(lowering: Lowering, node: Node, fused: FusedNode) -> None:
 
 
 def _emit_pointwise(
-    lowering: Lowering, fused: FusedNode, sources: list[Node], places: list[int], outputs: list[Node],
-    results: list[int], shape: tuple[int, ...], views: dict[Node, tuple[int, ...]] | None = None,
+    lowering: Lowering,
+    fused: FusedNode,
+    sources: list[Node],
+    places: list[int],
+    outputs: list[Node],
+    results: list[int],
+    shape: tuple[int, ...],
+    views: dict[Node, tuple[int, ...]] | None = None,
 ) -> None:
     """One pointwise kernel over `shape`, reading `places` and writing `results`."""
     values = lowering.plan.values
@@ -211,7 +222,9 @@ class _Anchored:
         width = vector_width(self.meta.dtype)
         return width if columns <= width else 2 * width
 
-    def packed(self, factor: int, batches: int, columns: int, channels: int, taps: Sequence[int], strides: Sequence[int]) -> int:
+    def packed(
+        self, factor: int, batches: int, columns: int, channels: int, taps: Sequence[int], strides: Sequence[int]
+    ) -> int:
         """The value that holds `factor` in panels: kept between calls when it is a weight, else made anew."""
         lowering, panel = self.lowering, self.panel(columns)
         value = lowering.plan.values[factor]
@@ -222,7 +235,9 @@ class _Anchored:
         if lowering.is_weight(factor):
             root = lowering.plan.values[lowering.plan.root(factor)]
             key = f"{root.index}+{value.offset}:{value.dtype}:{panel}:{arguments}"
-            target = lowering.plan.add(Value("packed", nbytes=elements * value.dtype.itemsize, key=key, dtype=value.dtype))
+            target = lowering.plan.add(
+                Value("packed", nbytes=elements * value.dtype.itemsize, key=key, dtype=value.dtype)
+            )
             lowering.plan.steps.append(PackStep(name, source, factor, target, arguments))
         else:
             target = lowering.buffer(None, (elements,), (1,), value.dtype)
@@ -234,8 +249,7 @@ class _Anchored:
 
         Operands are read as if they had `shape`, permuted by `order`, then seen with shape `grid`.
         """
-        lowering, values = self.lowering, self.lowering.plan.values
-        bias = self.bias()
+        values, bias = self.lowering.plan.values, self.bias()
         sources = inputs_of_body(self.fused, bias)
         places, operands = [], []
 
@@ -318,7 +332,11 @@ class _Product(_Anchored):
         batch_stride = along[0] if len(along) == 3 else 0
         shared = batch_stride == 0  # one factor for every batch
         packed = self.packed(
-            factor, 1 if shared else self.batches, self.columns, self.depth, (1, 1, 1),
+            factor,
+            1 if shared else self.batches,
+            self.columns,
+            self.depth,
+            (1, 1, 1),
             (batch_stride, along[-1], along[-2], 0, 0, 0),
         )
         x_row, x_batch = values[x].strides[-2], values[x].strides[0] if len(values[x].strides) == 3 else 0
@@ -332,8 +350,16 @@ class _Product(_Anchored):
         body, places, strides = self.body_and_strides(shape, grid, None, results)
         name = _symbol(self.fused)
         per_batch = pack.packed_elements(1, self.columns, self.depth, self.panel(self.columns))
-        arguments = [self.batches, self.rows, self.columns, self.depth, x_batch, x_row, 0 if shared else per_batch,
-                     *strides]
+        arguments = [
+            self.batches,
+            self.rows,
+            self.columns,
+            self.depth,
+            x_batch,
+            x_row,
+            0 if shared else per_batch,
+            *strides,
+        ]
         source = matmul.source(name, body, self.columns)
         lowering.plan.steps.append(
             KernelStep(name, source, [x, packed, *places, *results], arguments, results, self.fused.name)
@@ -378,15 +404,17 @@ class _Convolution(_Anchored):
         along, kernel = values[weight].strides, values[weight].sizes[2:]
         fill = 3 - self.spatial
         packed = self.packed(
-            weight, self.groups, self.columns, self.channels, (1,) * fill + tuple(kernel),
+            weight,
+            self.groups,
+            self.columns,
+            self.channels,
+            (1,) * fill + tuple(kernel),
             (along[0] * self.columns, along[0], along[1], *(0,) * fill, *along[2:]),
         )
         outputs = outputs_of(self.fused)
         shape = tuple(self.meta.shape)
         last = (0, *range(2, len(shape)), 1)
-        results = [
-            lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype) for o in outputs
-        ]
+        results = [lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype) for o in outputs]
         positions = shape[0] * math.prod(shape[2:])
         body, places, strides = self.grouped(shape, last, positions, results)
         name = _symbol(self.fused)
@@ -439,9 +467,7 @@ class _MaxPool(_Anchored):
         x = self.place_of(self.x)
         x_shape, shape = lowering.plan.values[x].sizes, tuple(self.meta.shape)
         outputs = outputs_of(self.fused)
-        results = [
-            lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype) for o in outputs
-        ]
+        results = [lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype) for o in outputs]
         positions = shape[0] * math.prod(shape[2:])
         last = (0, *range(2, len(shape)), 1)
         body, places, strides = self.body_and_strides(shape, (1, positions, shape[1]), last, results)
@@ -455,3 +481,14 @@ class _MaxPool(_Anchored):
             KernelStep(name, source, [x, *places, *results], arguments, results, self.fused.name)
         )
         _define_results(lowering, self.node, results)
+
+
+# The anchors for which kernels can be generated; all others run through ATen, with their epilogue in place.
+_GENERATED: dict[torch._ops.OpOverload, type[_Anchored]] = {
+    aten.mm.default: _Product,
+    aten.addmm.default: _Product,
+    aten.bmm.default: _Product,
+    aten.baddbmm.default: _Product,
+    aten.convolution.default: _Convolution,
+    aten.max_pool2d.default: _MaxPool,
+}

@@ -19,9 +19,18 @@ import fuser
 def network() -> nn.Module:
     """Two convolutions with batch norm, relu and pooling, then two linear layers: (batch, 1, 8, 8) -> (batch, 10)."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 10),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.GELU(),
+        nn.Linear(64, 10),
     )
 
 
@@ -74,12 +83,14 @@ def main() -> int:
             print("the predictions differ", file=sys.stderr)
             return 1
         accuracy = (actual.argmax(1) == truth).float().mean().item()
-        print(f"{len(test)} test images, accuracy {accuracy:.3f}, same predictions as eager, "
-              f"largest difference {(expected - actual).abs().max().item():.1e}")
+        print(
+            f"{len(test)} test images, accuracy {accuracy:.3f}, same predictions as eager, "
+            f"largest difference {(expected - actual).abs().max().item():.1e}"
+        )
         print(served.report())
         for size in (1, 32, 397):
             batch = test[:size].clone()
-            eager, fused = microseconds([lambda: model(batch), lambda: served(batch)])
+            eager, fused = microseconds([lambda b=batch: model(b), lambda b=batch: served(b)])
             print(f"batch {size:3d}: eager {eager:7.1f} us, fuser {fused:7.1f} us, {eager / fused:.2f} times as fast")
     return 0
 

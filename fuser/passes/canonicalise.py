@@ -138,7 +138,9 @@ def _batch_norm_in_eval(node: Node) -> None:
         if weight is not None:
             scale = insert(graph, aten.mul.Tensor, scale, weight)
         shift = insert(graph, aten.mul.Tensor, mean, scale)
-        shift = insert(graph, aten.rsub.Scalar, shift, 0) if bias is None else insert(graph, aten.sub.Tensor, bias, shift)
+        shift = (
+            insert(graph, aten.rsub.Scalar, shift, 0) if bias is None else insert(graph, aten.sub.Tensor, bias, shift)
+        )
         scaled = insert(graph, aten.mul.Tensor, x, insert(graph, aten.view.default, scale, shape))
         y = insert(graph, aten.add.Tensor, scaled, insert(graph, aten.view.default, shift, shape))
         if tensor_meta(y).dtype != dtype:

@@ -19,7 +19,11 @@ from fuser.patterns import Pattern, compute_dtype, operation, pattern_of
 from fuser.program import Program, unchanged_copy
 
 aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
+# Where such an operation maps dense memory to dense memory, it only renames rows and columns.
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip
 # A kernel's tile or loop keeps this many tensors in flight before registers and pointers run out.
 MOST_LOADS, MOST_STORES, MOST_MEMBERS = 12, 4, 64
 
@@ -179,14 +183,12 @@ class _Region:
         return compute_dtype(node) == self.dtype and self.small_enough(node)
 
     def accepts_view(self, node: Node) -> bool:
-        """A reshape of the anchor's dense result that keeps its last axis only renames rows."""
+        """A reshape of the anchor's dense result that leaves its elements in order."""
         if self.pattern is None or not self.pattern.through_views or len(node.args[0].users) != 1:
             return False
         before, after = tensor_meta(node.args[0]), tensor_meta(node)
-        if node.args[0] not in self.members or before.dim() < 2 or after.dim() < 2:
-            return False
-        same_last = before.shape[-1] == after.shape[-1]
-        return same_last and before.is_contiguous() and self.continues_pointwise(node)
+        dense = before.is_contiguous() and after.is_contiguous()
+        return node.args[0] in self.members and dense and self.continues_pointwise(node)
 
     def continues_pointwise(self, node: Node) -> bool:
         """Joining a view only pays when pointwise work follows it."""
@@ -212,8 +214,11 @@ class _Region:
         words = [self.pattern.name] if self.pattern else []
         if self.pattern and self.pattern.bias is not None and self.seed.args[self.pattern.bias] is not None:
             words.append("bias")
-        steps = [self.fusion.operations[n].function.name for n in members if n in self.fusion.operations
-                 and isinstance(self.fusion.operations[n], Operation)]
+        steps = [
+            self.fusion.operations[n].function.name
+            for n in members
+            if n in self.fusion.operations and isinstance(self.fusion.operations[n], Operation)
+        ]
         words += steps if len(steps) <= 6 else [*steps[:5], f"and_{len(steps) - 5}_more"]
         return "_".join(words) or "view"
 

@@ -48,8 +48,13 @@ def load() -> ModuleType:
 
 def binary_path() -> Path:
     """Where the runtime for this torch, Python, CPU and source code is cached, built or not."""
-    parts = [torch.__version__, sysconfig.get_config_var("SOABI") or "", " ".join(FLAGS), str(NATIVE_FLAGS),
-             " ".join(sorted(compiler.cpu_features()))]
+    parts = [
+        torch.__version__,
+        sysconfig.get_config_var("SOABI") or "",
+        " ".join(FLAGS),
+        str(NATIVE_FLAGS),
+        " ".join(sorted(compiler.cpu_features())),
+    ]
     parts += [f.name + f.read_text() for f in sorted(SOURCES.iterdir()) if f.suffix in (".cpp", ".h")]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache.folder() / "runtime" / f"_fuser_runtime-{key}.so"
@@ -61,8 +66,11 @@ def _build(tool: compiler.Compiler, path: Path) -> None:
         with filelock.FileLock(path.with_suffix(".lock"), timeout=BUILD_TIMEOUT):
             if cache.verified(path):
                 return
-            print(f"fuser: building its runtime for torch {torch.__version__}, once, about half a minute ...",
-                  file=sys.stderr, flush=True)
+            print(
+                f"fuser: building its runtime for torch {torch.__version__}, once, about half a minute ...",
+                file=sys.stderr,
+                flush=True,
+            )
             with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as scratch:
                 cache.publish(_compile(tool, Path(scratch)), path)
     except (OSError, filelock.Timeout, subprocess.SubprocessError) as error:
@@ -72,7 +80,11 @@ def _build(tool: compiler.Compiler, path: Path) -> None:
 def _compile(tool: compiler.Compiler, scratch: Path) -> Path:
     """The objects in parallel, then one shared library that leans on the libraries torch has loaded."""
     root = Path(torch.__file__).parent
-    includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
+    includes = [
+        root / "include",
+        root / "include" / "torch" / "csrc" / "api" / "include",
+        sysconfig.get_path("include"),
+    ]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     base = [tool.path, *FLAGS, abi, *(f"-isystem{i}" for i in includes), "-DTORCH_API_INCLUDE_EXTENSION_H"]
 

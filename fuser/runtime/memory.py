@@ -60,8 +60,7 @@ def lifetimes(plan: Plan) -> list[Lifetime]:
                 first.setdefault(root, position)
                 last[root] = position
     return [
-        Lifetime(v, math.prod(plan.values[v].sizes) * plan.values[v].dtype.itemsize, first[v], last[v])
-        for v in first
+        Lifetime(v, math.prod(plan.values[v].sizes) * plan.values[v].dtype.itemsize, first[v], last[v]) for v in first
     ]
 
 
