@@ -56,7 +56,6 @@ def render(
     fields = [
         _Field(_field_name(t, i), _pointer(t), t.steps[1] != "broadcast", t.steps[2]) for i, t in enumerate(tensors)
     ]
-    narrow = columns <= vector_width(body.dtype)
     return (
         environment()
         .get_template(template)
@@ -64,11 +63,12 @@ def render(
             title=f"{name}: {' -> '.join(s.function.name for s in body.statements) or 'no epilogue'}",
             origin=[f"{s.name} = {s.function.name}({', '.join(map(str, s.arguments))})" for s in body.statements],
             real=C_TYPES[body.dtype],
-            vectors=1 if narrow else 2,
+            vectors=vectors_per_row(columns, body.dtype),
             functions=printer.functions(body),
             name=name,
             operands=fields,
             cost=8 * len(body.statements),
+            unroll=16 if _is_light(body) else 1,
             full=_lines(body, fields, partial=False),
             partial=_lines(body, fields, partial=True),
             operand_setup=_setup(fields, tensors, first_pointer, first_stride),
@@ -77,11 +77,22 @@ def render(
     )
 
 
+def vectors_per_row(columns: int, dtype: torch.dtype) -> int:
+    """Vectors in a tile's row: just enough for few columns, else two, which keeps the most products per load."""
+    needed = -(-columns // vector_width(dtype))
+    return needed if needed <= 3 else 2
+
+
 def vector_width(dtype: torch.dtype) -> int:
     """Elements of a hardware vector, as `vector.h` will choose it when compiled here."""
     from fuser.codegen.compiler import vector_bytes
 
     return vector_bytes() // dtype.itemsize
+
+
+def _is_light(body: Body) -> bool:
+    """Whether the epilogue is short enough to be repeated for every register of a tile."""
+    return len(body.statements) <= 8 and not any(printer.calls_library(s.function) for s in body.statements)
 
 
 def _field_name(tensor: Load | Store, position: int) -> str:
@@ -92,28 +103,29 @@ def _pointer(tensor: Load | Store) -> str:
     return f"{'const ' if isinstance(tensor, Load) else ''}{C_TYPES[tensor.dtype]}*"
 
 
-def _lines(body: Body, fields: list[_Field], partial: bool) -> list[str]:
-    """The C++ lines for one vector of columns; `c` counts from the tile's first column, `n` columns when partial."""
-    lines = []
+def _lines(body: Body, fields: list[_Field], partial: bool) -> dict[str, list[str]]:
+    """The C++ lines for one vector of columns: those that all rows share, and those of row `r`."""
+    fixed, varying = [], []
     if body.accumulator:
-        lines.append(f"const vec {body.accumulator} = load(tile + c);")
+        varying.append(f"const vec {body.accumulator} = tile[r][v];")
     for load, field in zip(body.loads, fields):
         kind = "mask" if load.dtype is torch.bool else "vec"
-        lines.append(f"const {kind} {load.name} = {_load(field, partial)};")
-    lines += printer.statements(body)
+        line = f"const {kind} {load.name} = {_load(field, partial)};"
+        (varying if field.row else fixed).append(line)
+    varying += printer.statements(body)
     for store, field in zip(body.stores, fields[len(body.loads) :]):
-        lines.append(_store(store.value, field, partial))
-    return lines
+        varying.append(_store(store.value, field, partial))
+    return {"fixed": fixed, "varying": varying}
 
 
 def _address(field: _Field) -> str:
     parts = [f"o.{field.name}"]
     if field.row:
-        parts.append(f"row * o.{field.name}_row")
+        parts.append(f"(row + r) * o.{field.name}_row")
     if field.column == "unit":
-        parts.append("column + c")
+        parts.append("at")
     if field.column == "strided":
-        parts.append(f"(column + c) * o.{field.name}_column")
+        parts.append(f"at * o.{field.name}_column")
     return " + ".join(parts)
 
 

@@ -53,11 +53,7 @@ def cost(body: Body) -> int:
     """Work per element, in units of about an addition."""
     total = len(body.loads) + len(body.stores)
     for statement in body.statements:
-        text = printer.definition(statement.function)
-        total += 2 + _EXPENSIVE * sum(
-            text.count(f)
-            for f in ("exponential", "logarithm", "tangent", "function(", "sin", "power", "log1p", "expm1", "sigmoid")
-        )
+        total += 2 + _EXPENSIVE * printer.calls_library(statement.function)
     return total
 
 

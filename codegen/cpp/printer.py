@@ -100,6 +100,17 @@ def statements(body: Body) -> list[str]:
     return lines
 
 
+# Functions that vector.h takes from a library, a call for each vector.
+_LIBRARY = ("exponential", "expm1_of", "logarithm", "log1p_of", "sine", "cosine", "tangent", "error_function", "power",
+            "hypotenuse", "sigmoid_of", "remainder_of_division", "area_")  # fmt: skip
+
+
+def calls_library(function: Function) -> int:
+    """How many library calls an evaluation of the function makes."""
+    text = definition(function)
+    return sum(text.count(name) for name in _LIBRARY)
+
+
 def _converted(name: str, is_mask: bool, wants_mask: bool) -> str:
     if is_mask == wants_mask:
         return name

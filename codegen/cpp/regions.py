@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp import conv, matmul, pack, pointwise, pool
-from fuser.codegen.cpp.anchored import vector_width
+from fuser.codegen.cpp.anchored import vector_width, vectors_per_row
 from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of, steps
 from fuser.codegen.kernel import Body, Load, Store
 from fuser.codegen.plan import (
@@ -219,8 +219,7 @@ class _Anchored:
         return self.lowering.any_place(self.outer[source])
 
     def panel(self, columns: int) -> int:
-        width = vector_width(self.meta.dtype)
-        return width if columns <= width else 2 * width
+        return vectors_per_row(columns, self.meta.dtype) * vector_width(self.meta.dtype)
 
     def packed(
         self, factor: int, batches: int, columns: int, channels: int, taps: Sequence[int], strides: Sequence[int]

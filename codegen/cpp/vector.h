@@ -73,6 +73,17 @@ template <> inline half from_real<half>(real x) {
   return {static_cast<uint16_t>(sign | (rounded - 0x38000000u) >> 13)};
 }
 
+// Calls work(0) ... work(tasks - 1), by `threads` threads when there are several: a parallel region of one thread costs
+// more than a small kernel does.
+template <class Work> FUSER_INLINE void share(int64_t tasks, int threads, const Work& work) {
+  if (threads <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) work(task);
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t task = 0; task < tasks; ++task) work(task);
+}
+
 // Loads: whole vectors, the first n lanes (the others are 0), or lanes a stride apart.
 
 FUSER_INLINE vec load(const real* p) { vec v; __builtin_memcpy(&v, p, sizeof v); return v; }
