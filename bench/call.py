@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,7 @@ def calls() -> tuple[dict[str, Callable[[], Any]], str]:
 def run(rounds: int, seconds: float) -> dict[str, float]:
     """Print the table; returns the medians in microseconds."""
     table, message = calls()
-    medians = {n: 1e6 * statistics.median(s) for n, s in interleave(table, rounds, seconds).items()}
+    medians = interleave(table, rounds, seconds).medians_us()
     print(f"{'call (batch 128)':<20}{'us':>10}{'/ torch.empty':>16}{'eager / this':>16}")
     for name, median in medians.items():
         against = medians.get("eager " + name.removeprefix("fuser ")) if name.startswith("fuser ") else None

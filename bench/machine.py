@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.errors import BenchError
+from bench.timing import OtherWork
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("onnxruntime", "openvino", "jax", "numpy")
@@ -51,20 +52,11 @@ def facts() -> dict[str, object]:
     }
 
 
-def _busy() -> float | None:
-    """The share of the machine's CPU time that others use, over half a second; None where it can't be told."""
-
-    def ticks() -> tuple[int, int]:
-        values = [int(v) for v in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return sum(values), values[3] + values[4]  # all, and idle or waiting for a disk
-
-    try:
-        before = ticks()
-        time.sleep(0.5)
-        total, idle = (b - a for a, b in zip(before, ticks()))
-    except OSError:
-        return None
-    return round(1 - idle / total, 2) if total else None
+def _busy() -> float:
+    """The share of the machine's CPU time that others use, over half a second."""
+    meter = OtherWork()
+    time.sleep(0.5)
+    return round(meter.share(), 2)
 
 
 def _siblings(cpu: int) -> set[int]:

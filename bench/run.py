@@ -35,7 +35,8 @@ class Record:
     """One peer on one case and pass; times in microseconds per call.
 
     `status` is "timed", "missing" (not installed, or no support for the case), "wrong" (its results differ from
-    eager's in float64) or "failed" (an error); all but the first have the reason in `message`.
+    eager's in float64) or "failed" (an error); all but the first have the reason in `message`. `disturbance` is the
+    share of the machine's CPU time that other processes took while it was timed, in the worst of its rounds.
     """
 
     case: str
@@ -46,6 +47,7 @@ class Record:
     median_us: float | None = None
     min_us: float | None = None
     samples_us: list[float] = field(default_factory=list)
+    disturbance: float = 0.0
     first_call_cold_s: float | None = None
     first_call_warm_s: float | None = None
     peak_memory_bytes: int | None = None
@@ -72,7 +74,8 @@ def run(
         for case in cases:
             found = measure(case, direction, peers, settings)
             print(table.times_row(case.name, found, columns), flush=True)
-            _print_messages(found)
+            for line in table.messages(found):
+                print(line, flush=True)
             records += found
             data["results"] = [asdict(r) for r in records]
             save(data)
@@ -108,8 +111,10 @@ def measure(case: Case, direction: str, peers: list[Peer], settings: Settings) -
                 status, message = "failed", f"{type(error).__name__}: {lines[0] if lines else ''}"
             records[peer.name] = Record(case.name, direction, peer.name, status, message)
         calls = {name: prepared.call for name, prepared in ready.items()}
-        for name, samples in interleave(calls, settings.rounds, settings.seconds).items():
+        timings = interleave(calls, settings.rounds, settings.seconds)
+        for name, samples in timings.samples.items():
             record = records[name]
+            record.disturbance = round(timings.disturbance, 3)
             record.samples_us = [1e6 * s for s in samples]
             record.median_us, record.min_us = statistics.median(record.samples_us), min(record.samples_us)
     ready.clear()
@@ -139,10 +144,3 @@ def _measure_in_fresh_processes(record: Record, peer: Peer, settings: Settings) 
             record.peak_memory_bytes = fresh.memory(*arguments)
     except fresh.ChildError as error:
         record.message = "; ".join(filter(None, (record.message, str(error))))
-
-
-def _print_messages(records: list[Record]) -> None:
-    for record in records:
-        if record.message:
-            label = record.peer if record.status == "timed" else f"{record.peer} {record.status}"
-            print(f"  {label}: {record.message}", flush=True)

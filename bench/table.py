@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bench.timing import QUIET_SHARE
+
 if TYPE_CHECKING:
     from bench.run import Record
 
@@ -14,7 +16,7 @@ _RATIOS = ("best peer", "best/fuser", "eager/fuser")
 
 def machine_line(facts: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    busy = f", {facts['busy']:.0%} BUSY WITH OTHER WORK: expect noise" if (facts["busy"] or 0) > 0.05 else ""
+    busy = f", {facts['busy']:.0%} BUSY WITH OTHER WORK: expect noise" if facts["busy"] > QUIET_SHARE else ""
     return (
         f"{facts['cpu']} ({facts['capability']}, {facts['cpus']} CPUs{busy}), "
         f"{facts['threads']} threads; torch {facts['torch']}, {packages}; commit {facts['commit'] or 'none'}"
@@ -36,6 +38,18 @@ def times_row(case: str, records: Sequence[Record], peers: Sequence[str]) -> str
     cells.append(f"{others[best] / fuser:.2f}" if best and fuser else "-")
     cells.append(f"{times['eager'] / fuser:.2f}" if "eager" in times and fuser else "-")
     return _line(case, cells)
+
+
+def messages(records: Sequence[Record]) -> list[str]:
+    """What to print below a row: why a peer was not timed, and what else to know."""
+    lines = []
+    for record in records:
+        if record.message:
+            lines.append(f"  {record.peer}{'' if record.status == 'timed' else ' ' + record.status}: {record.message}")
+    disturbance = max((r.disturbance for r in records), default=0.0)
+    if disturbance > QUIET_SHARE:
+        lines.append(f"  other processes took up to {disturbance:.0%} of the CPU time meanwhile: expect noise")
+    return lines
 
 
 def first_calls(records: Sequence[Record]) -> str:

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy
@@ -163,15 +165,46 @@ def test_a_peer_that_cannot_take_part_is_named_and_not_timed(prepare, status, me
     assert fake.message.startswith(message) and "\n" not in fake.message
 
 
-def test_interleave_takes_turns_and_starts_each_round_with_another():
+def test_interleave_takes_turns_and_starts_each_round_with_another(monkeypatch):
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    samples = timing.interleave(calls, rounds=3, seconds=1e-9)
+    monkeypatch.setattr(timing.OtherWork, "share", lambda self: 0.0)
+    samples = timing.interleave(calls, rounds=3, seconds=1e-9).samples
     assert {name: len(s) for name, s in samples.items()} == {"a": 3, "b": 3, "c": 3}
     assert all(s > 0 for values in samples.values() for s in values)
     turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     # Calibration, then the rounds abc, bca, cab (a turn that follows the same name's joins it).
     assert "".join(turns) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_disturbed_rounds_are_done_again_and_the_quietest_kept(monkeypatch):
+    shares = iter([0.0, 0.5, 0.01, 0.9, 0.02, 0.3])
+    monkeypatch.setattr(timing.OtherWork, "share", lambda self: next(shares))
+    timings = timing.interleave({"a": lambda: None}, rounds=3, seconds=1e-9)
+    assert len(timings.samples["a"]) == 3 and timings.disturbance == 0.02
+    assert next(shares) == 0.3
+    shares = iter([0.5, 0.4, 0.6, 0.0, 0.7, 0.8])
+    timings = timing.interleave({"a": lambda: None}, rounds=2, seconds=1e-9)
+    assert len(timings.samples["a"]) == 2 and timings.disturbance == 0.4
+    assert next(shares, None) is None
+
+
+def test_other_work_is_seen_and_our_own_is_not():
+    program = "import time\nend = time.time() + 30\nwhile time.time() < end: pass"
+
+    def share():
+        meter, end = timing.OtherWork(), time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+        return meter.share()
+
+    alone = min(share() for _ in range(3))
+    with subprocess.Popen([sys.executable, "-c", program]) as other:
+        time.sleep(0.3)
+        busy = share()
+        other.kill()
+    assert 0 <= alone < 0.9 and busy <= 1
+    assert busy > 0.3 / len(os.sched_getaffinity(0))
 
 
 def test_calibrate_fills_the_time():

@@ -12,14 +12,21 @@ constexpr int vector_registers = 16;
 
 // Rows of the widest tile with V vectors per row: leaves registers for V panel vectors and a broadcast element.
 template <int V>
-constexpr int most_rows = V == 1 ? vector_registers / 2 : (vector_registers - V - 2) / V;
+constexpr int most_rows = V == 1 ? vector_registers / 2 : (vector_registers - V - 1) / V;
 
 // acc[r][v] += sum over k of rows[r][k] * panel[k][v]; a panel is `depth` lines of V aligned vectors.
 template <int R, int V>
 static inline __attribute__((always_inline)) void accumulate(vec (&acc)[R][V], const real* const (&rows)[R],
                                                              const real* panel, int64_t depth) {
   for (int64_t k = 0; k < depth; ++k) {
-    const vec* line = reinterpret_cast<const vec*>(panel) + k * V;
+    vec line[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      line[v] = reinterpret_cast<const vec*>(panel)[k * V + v];
+#if defined(__AVX2__)
+      asm("" : "+x"(line[v]));  // keep it in a register: read once, not once per row
+#endif
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const real a = rows[r][k];

@@ -100,6 +100,8 @@ class _Fusion:
                 item.meta["val"] = tensor_meta(outputs[position])
                 replacements.insert(0, item)
         for old, new in zip(outputs, replacements):
+            for user in old.users:
+                self.operations.pop(user, None)  # its operands change
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in region.members)
         for node in reversed(members):
             self.graph.erase_node(node)
@@ -200,9 +202,11 @@ class _Region:
         return len(_inputs_of(members, members)) <= MOST_LOADS and outputs <= MOST_STORES + len(node.users)
 
     def pull(self, node: Node) -> None:
-        """Take in pointwise producers of the same shape that only the region uses."""
+        """Take in pointwise producers of the same shape that only the region uses, but not what the anchor reads."""
         for producer in node.all_input_nodes:
             if producer in self.members or producer in self.tainted or not self.fusion.is_pointwise(producer):
+                continue
+            if self.pattern is not None and self.seed in producer.users:
                 continue
             fits = tensor_meta(producer).shape == self.shape and compute_dtype(producer) == self.dtype
             if fits and all(user in self.members for user in producer.users) and self.small_enough(producer):

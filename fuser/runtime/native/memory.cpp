@@ -118,13 +118,13 @@ uint64_t hash_chunk(const char* data, size_t size, uint64_t seed, uint64_t& seco
     mix(sum, load_stripe(rest), secrets.of_stripe[s]);
   }
   scramble(sum);
+  // Two different sums of products with odd secrets: any change of one lane changes both.
+  const lanes once = sum * secrets.of_stripe[1], twice = (sum ^ sum >> 32) * secrets.of_stripe[2];
   uint64_t first = seed;
   second = ~seed;
-  for (int i = 0; i < 8; ++i) {
-    first = scatter(first ^ sum[i]);
-    second = (second ^ sum[i]) * 0xff51afd7ed558ccdu + (second >> 29);
-  }
-  return first;
+  for (int i = 0; i < 8; ++i) first += once[i], second += twice[i];
+  second = scatter(second);
+  return scatter(first);
 }
 
 }  // namespace

@@ -18,8 +18,8 @@ struct Frame {
   char* arena;
   int threads;
   PyThreadState* released = nullptr;     // set while the GIL is given up
-  c10::SmallVector<void*, 64> data;      // per value: where its root's memory begins
-  c10::SmallVector<at::Tensor, 16> tensors;
+  c10::SmallVector<void*, 32> data;      // per value: where its root's memory begins
+  c10::SmallVector<at::Tensor, 8> tensors;
   std::vector<std::shared_ptr<const Packed>> packed;
 };
 
