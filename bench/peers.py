@@ -115,9 +115,10 @@ def _inductor(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
 
 
 def _inductor_freezing(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
-    # Freezing is a global setting that is read while compiling, which the first calls do.
+    # Dynamo reads the global setting while compiling, which the first calls do. Without the option it would take this
+    # for the same compiler as inductor's, and serve the code that it compiled for that peer.
     inductor = _need("torch._inductor.config")
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, options={"freezing": True})
     with inductor.patch(freezing=True):
         for _ in range(2):
             compiled(x)

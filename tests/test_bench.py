@@ -347,3 +347,16 @@ def test_unknown_names_raise_bench_error():
     for wrong_name in (lambda: cases.select("x"), lambda: peers.selected("x", True)):
         with pytest.raises(BenchError):
             wrong_name()
+
+
+@pytest.mark.slow
+def test_the_two_inductor_peers_do_not_share_their_code():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = cases.CASES["dense2"]
+    reference = check.Reference(case, "forward")
+    with torch.no_grad():
+        for peer in peers.selected("inductor", fuser=False):
+            prepared = peer.prepare(*case.build("forward"), "forward")
+            assert reference.fault(prepared.arrays(prepared.call())) is None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -12,17 +12,40 @@ from torch.nn import functional as F
 import fuser
 
 UNARY = [
-    torch.relu, torch.sigmoid, torch.tanh, F.gelu, F.silu, torch.abs, torch.neg, lambda x: x * 0.5 + 1.0,
-    lambda x: F.leaky_relu(x, 0.1), lambda x: torch.clamp(x, -1.0, 1.5), lambda x: 1.0 - x, torch.square,
-    lambda x: torch.where(x > 0, x, x * 0.1), F.softplus, lambda x: x.masked_fill(x < -1, 0.25), F.hardswish,
+    torch.relu,
+    torch.sigmoid,
+    torch.tanh,
+    F.gelu,
+    F.silu,
+    torch.abs,
+    torch.neg,
+    lambda x: x * 0.5 + 1.0,
+    lambda x: F.leaky_relu(x, 0.1),
+    lambda x: torch.clamp(x, -1.0, 1.5),
+    lambda x: 1.0 - x,
+    torch.square,
+    lambda x: torch.where(x > 0, x, x * 0.1),
+    F.softplus,
+    lambda x: x.masked_fill(x < -1, 0.25),
+    F.hardswish,
 ]
 BINARY = [
-    torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum, lambda a, b: torch.where(a > b, a, b * 0.5),
-    lambda a, b: torch.add(a, b, alpha=0.3), lambda a, b: torch.lerp(a, b, 0.4), lambda a, b: a / (b.abs() + 1.0),
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.maximum,
+    torch.minimum,
+    lambda a, b: torch.where(a > b, a, b * 0.5),
+    lambda a, b: torch.add(a, b, alpha=0.3),
+    lambda a, b: torch.lerp(a, b, 0.4),
+    lambda a, b: a / (b.abs() + 1.0),
 ]
 VIEWS = [
-    lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2), lambda x: x.reshape(-1).view(x.shape),
-    lambda x: x + x.mean(dim=-1, keepdim=True), lambda x: torch.cat([x[:1], x[1:]]), lambda x: x.flip(0) * 0.5,
+    lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    lambda x: x.reshape(-1).view(x.shape),
+    lambda x: x + x.mean(dim=-1, keepdim=True),
+    lambda x: torch.cat([x[:1], x[1:]]),
+    lambda x: x.flip(0) * 0.5,
 ]
 IN_PLACE = [lambda x: (x + 1).relu_(), lambda x: (x * 1.0).add_(0.5).mul_(0.5), lambda x: F.relu(x - 0.2, inplace=True)]
 BROADCAST = [lambda s: s[-1:], lambda s: (*s[:-1], 1), lambda s: (1,) * len(s), lambda s: ()]
@@ -97,7 +120,8 @@ def anchored(anchor: str, x: torch.Tensor, weights: list) -> torch.Tensor:
 
 def agree(program: tuple) -> None:
     function, args = build(program)
-    report = check(function, *args, factor=4.0, what=str(program))
+    # Over the few elements of a small graph the largest errors scatter more than over a layer's.
+    report = check(function, *args, factor=3.0, what=str(program))
     assert not report.eager, str(report)
 
 

@@ -44,6 +44,9 @@ static inline __attribute__((always_inline)) void clear(vec (&acc)[R][V]) {
     for (int v = 0; v < V; ++v) acc[r][v] = vec{};
 }
 
+// Longer sums are made of partial ones, whose rounding errors don't pile up.
+constexpr int64_t depth_per_sum = 192;
+
 // How rows of output are divided among threads: blocks of rows that are a multiple of the tile.
 static inline int64_t block_of_rows(int64_t rows, int64_t tasks_wanted, int64_t tile, int64_t most) {
   int64_t block = (rows + tasks_wanted - 1) / tasks_wanted;

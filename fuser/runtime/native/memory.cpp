@@ -138,10 +138,15 @@ void content_hash(const void* data, size_t size, int threads, uint64_t (&hash)[2
     return;
   }
   std::vector<uint64_t> partial(2 * chunks);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && chunks >= 4) schedule(static)
-  for (int64_t c = 0; c < chunks; ++c) {
+  const auto work = [&](int64_t c) {
     const size_t begin = c * chunk_bytes, length = std::min(chunk_bytes, size - begin);
     partial[2 * c] = hash_chunk(bytes + begin, length, scatter(c), partial[2 * c + 1]);
+  };
+  if (threads <= 1 || chunks < 4) {  // no parallel region at all: in a forked child even one of a single thread hangs
+    for (int64_t c = 0; c < chunks; ++c) work(c);
+  } else {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t c = 0; c < chunks; ++c) work(c);
   }
   for (int64_t c = 0; c < chunks; ++c) {
     first = scatter(first ^ partial[2 * c]);

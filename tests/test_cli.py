@@ -1,0 +1,134 @@
+"""The command line: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuser import cli
+
+MODEL = """
+import torch
+from torch import nn
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Softmax(1), nn.Linear(144, 5))
+
+def function(x, y):
+    return torch.relu(x @ y)
+
+instance = nn.Linear(3, 2)
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "some_model.py").write_text(MODEL)
+    return str(tmp_path / "some_model.py")
+
+
+@pytest.mark.parametrize("stage", cli.STAGES)
+def test_dump_stages(model: str, stage: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["dump", f"{model}:network", "--input", "2x3x8x8", "--stage", stage]) == 0
+    out = capsys.readouterr().out
+    expected = {
+        "captured": ["native_batch_norm", "float32[2x3x8x8]"],
+        "canonical": ["aten.rsqrt", "float32[2x4x6x6]"],
+        "fused": ["conv_bias_mul_add_relu_0 (conv: generated kernel)", "aten.convolution.default"],
+        "code": ['extern "C" void conv_bias_mul_add_relu_kernel'],
+        "plan": ["arena:", "kernel conv_bias", "returns:"],
+    }[stage]
+    for text in expected:
+        assert text in out, out
+
+
+def test_dump_formats(model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    target = tmp_path / "out.json"
+    arguments = ["dump", f"{model}:network", "--input", "2x3x8x8", "--format"]
+    assert cli.main([*arguments, "json", "-o", str(target)]) == 0
+    nodes = json.loads(target.read_text())["nodes"]
+    (fused,) = [n for n in nodes if n.get("pattern") == "conv"]
+    assert fused["shape"] == [2, 4, 6, 6] and len(fused["members"]) == 4
+    capsys.readouterr()
+    assert cli.main([*arguments, "dot"]) == 0
+    assert capsys.readouterr().out.startswith("digraph")
+
+
+def test_functions_instances_and_dtypes(model: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["dump", f"{model}:function", "--input", "2x3", "--input", "3x4", "--dtype", "float64"]) == 0
+    assert "mm_relu_0: float64[2x4]" in capsys.readouterr().out
+    assert cli.main(["dump", f"{model}:instance", "--input", "7x3"]) == 0
+    assert "linear_bias_0" in capsys.readouterr().out
+
+
+def test_train_mode(model: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["dump", f"{model}:network", "--input", "2x3x8x8", "--train"]) == 0
+    out = capsys.readouterr().out
+    assert "aten.copy_" in out and "_native_batch_norm_legit_functional" in out
+
+
+def test_explain(model: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["explain", f"{model}:network", "--input", "2x3x8x8"]) == 0
+    out = capsys.readouterr().out
+    assert "aten._softmax.default" in out and "not a pointwise operation" in out
+    assert cli.main(["explain", f"{model}:instance", "--input", "2x3"]) == 0
+    assert "every operation is fused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["dump", "{}:network", "--input", "2x3x8xy"], "is not a shape such as"),
+        (["dump", "{}:nothing", "--input", "2"], "has no 'nothing'"),
+        (["dump", "{}:number", "--input", "2"], "neither a module nor a function"),
+        (["dump", "{}", "--input", "2"], "must be MODULE:NAME or FILE.py:NAME"),
+        (["dump", "missing.py:f", "--input", "2"], "there is no file missing.py"),
+        (["dump", "no_such_module:f", "--input", "2"], "there is no module 'no_such_module'"),
+        (["explain", "{}:network", "--input", "2x3"], "can't be traced with these inputs"),
+        (["dump", "{}:instance", "--input", "2x3", "-o", "/nonexistent/x"], "can't write /nonexistent/x"),
+    ],
+)
+def test_errors_are_one_line(model: str, arguments: list, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main([a.format(model) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_debug_shows_the_traceback(model: str) -> None:
+    with pytest.raises(cli.UsageError):
+        cli.main(["dump", f"{model}:nothing", "--input", "2", "--debug"])
+
+
+def test_doctor_and_cache(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["doctor"]) in (0, 1)
+    out = capsys.readouterr().out
+    for subject in ("compiler", "CPU", "OpenMP", "BLAS", "CUDA", "cache", "runtime"):
+        assert f"{subject}:" in out
+    assert cli.main(["cache", "info"]) == 0
+    assert "kernels" in capsys.readouterr().out
+
+
+def test_doctor_says_what_to_install() -> None:
+    code = "import sys; from fuser.cli import main; sys.exit(main(['doctor']))"
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "FUSER_CXX": "/nonexistent"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "MISSING" in done.stdout and "/nonexistent" in done.stdout
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "fuser", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "dump" in done.stdout
+
+
+def test_importing_fuser_is_light() -> None:
+    code = "import sys, torch; before = set(sys.modules); import fuser; print(len(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 2
