@@ -32,7 +32,7 @@ def capture(model: nn.Module | Callable, args: tuple, kwargs: dict, captured: Se
     """
     arguments = flat_tensors((args, kwargs))
     own = [c.tensor for c in captured]
-    inputs = tuple(Input(c.name, True, c.weight) for c in captured) + tuple(
+    inputs = tuple(Input(c.name, True, c.weight, not c.buffer) for c in captured) + tuple(
         Input(f"arg{i}", False, isinstance(t, nn.Parameter)) for i, t in enumerate(arguments)
     )
     run, finish = _replayer(model, captured)

@@ -19,12 +19,14 @@ class Input:
     """One tensor that a Program is called with.
 
     `captured` tensors belong to the model (parameters, buffers, tensors a function closes over); the others are
-    arguments of the call. `weight` tells that the content rarely changes, so a packed copy is worth keeping.
+    arguments of the call. `weight` tells that the content rarely changes, so a packed copy is worth keeping;
+    `differentiable` that derivatives are taken with respect to it (buffers are state, not variables).
     """
 
     name: str
     captured: bool
     weight: bool
+    differentiable: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,14 @@ class Program:
         """The arguments of the graph's output node, flat."""
         return tuple(self.graph_module.graph.output_node().args[0])
 
+    def variables(self) -> list[int]:
+        """Positions of the inputs that derivatives are taken with respect to: floating-point, and no buffers."""
+        return [
+            i
+            for i, (given, node) in enumerate(zip(self.inputs, self.placeholders))
+            if given.differentiable and _is_real(node.meta["val"])
+        ]
+
     def example_inputs(self) -> list[torch.Tensor]:
         """Blank fake tensors with the inputs' shapes, strides and dtypes."""
         return blanks([node.meta["val"] for node in self.placeholders])
@@ -57,10 +67,10 @@ class Program:
         """The program of the vector-Jacobian product.
 
         Takes this program's inputs, then one cotangent per floating-point result; returns one gradient per
-        floating-point input, in order. Writes to inputs are left out: they belong to the forward program.
+        variable (see `variables`), in order. Writes to inputs are left out: they belong to the forward program.
         """
         pure = self._without_writes()
-        wanted = [i for i, node in enumerate(self.placeholders) if _is_real(node.meta["val"])]
+        wanted = self.variables()
         count = len(self.inputs)
 
         def pullback(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,11 +83,11 @@ class Program:
     def jvp(self) -> Program:
         """The program of the Jacobian-vector product.
 
-        Takes this program's inputs, then one tangent per floating-point input; returns the floating-point results'
-        tangents, in order.
+        Takes this program's inputs, then one tangent per variable (see `variables`); returns the tangents of
+        the floating-point results, in order.
         """
         pure = self._without_writes()
-        wanted = [i for i, node in enumerate(self.placeholders) if _is_real(node.meta["val"])]
+        wanted = self.variables()
         count = len(self.inputs)
 
         def pushforward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -88,7 +98,7 @@ class Program:
         return self._derived(pushforward, [self.placeholders[i].meta["val"] for i in wanted], "tangent")
 
     def vmap(self, size: int, in_dims: Sequence[int | None]) -> Program:
-        """The program over a new leading batch axis of `size` of the inputs whose `in_dims` entry is 0."""
+        """The program over a new leading axis of `size` for the inputs whose `in_dims` entry is 0."""
         if len(in_dims) != len(self.inputs) or any(d not in (0, None) for d in in_dims):
             raise ValueError(f"in_dims must give 0 or None for each of the {len(self.inputs)} inputs, got {in_dims!r}")
         pure = self._without_writes()

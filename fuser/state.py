@@ -28,11 +28,12 @@ _MAX_DEPTH = 5
 
 @dataclass
 class Captured:
-    """A tensor of the model: where it is found first, and whether its content rarely changes."""
+    """A tensor of the model: where it is found first, whether its content rarely changes, whether it is a buffer."""
 
     name: str
     tensor: torch.Tensor
     weight: bool
+    buffer: bool = False
 
 
 @dataclass
@@ -93,8 +94,10 @@ class _Walk:
             self.seen.guards.append(("empty", state[name]))
             if state[name]:
                 self.unsupported(f"a forward hook on submodule {path!r}")
-        for name, tensor in [*state["_parameters"].items(), *state["_buffers"].items()]:
+        for name, tensor in state["_parameters"].items():
             self.tensor(_join(path, name), tensor, weight=True)
+        for name, tensor in state["_buffers"].items():
+            self.tensor(_join(path, name), tensor, weight=True, buffer=True)
         for name, value in () if isinstance(module, torch.fx.GraphModule) else state.items():
             if name not in _MODULE_DICTS and not name.endswith("_hooks") and "_hooks_" not in name:
                 self.value(_join(path, name), value, 0)
@@ -102,14 +105,14 @@ class _Walk:
             if child is not None:
                 self.module(_join(path, name), child)
 
-    def tensor(self, name: str, tensor: torch.Tensor | None, weight: bool) -> None:
+    def tensor(self, name: str, tensor: torch.Tensor | None, weight: bool, buffer: bool = False) -> None:
         if tensor is None:
             self.seen.fingerprint.append((name, None))
             return
         index = self.tensors.setdefault(id(tensor), len(self.tensors))
         self.seen.fingerprint.append((name, "tensor", index))
         if index == len(self.seen.captured):
-            self.seen.captured.append(Captured(name, tensor, weight))
+            self.seen.captured.append(Captured(name, tensor, weight, buffer))
 
     def value(self, name: str, value: Any, depth: int) -> None:
         """A Python attribute, element, global or closed-over value."""

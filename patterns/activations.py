@@ -107,6 +107,7 @@ def register_activation(name: str, expression: sympy.Expr, parameters: dict[str,
         raise ValueError(f"the expression uses {sorted(unknown)}, which are neither x nor in parameters")
     symbols = {n: sympy.Symbol(n, real=True) for n in ("x", *parameters)}
     written = expression.subs({s: symbols[s.name] for s in expression.free_symbols})
+    _check_functions(written)
     operator = _operator(name, tuple(symbols.values()), written)
     ACTIVATIONS[name] = _with_names(written, list(symbols))
     registered[operator] = name
@@ -118,6 +119,14 @@ def register_activation(name: str, expression: sympy.Expr, parameters: dict[str,
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{written}, element by element."
     return call
+
+
+def _check_functions(expression: sympy.Basic) -> None:
+    """Raise `ValueError` for a function that has no torch counterpart."""
+    for part in sympy.preorder_traversal(expression):
+        name = getattr(part.func, "__name__", str(part.func))
+        if isinstance(part, sympy.Function) and not isinstance(part, Piecewise) and name not in _TORCH:
+            raise ValueError(f"an activation can't use the function {name}; it may use {', '.join(sorted(_TORCH))}")
 
 
 def _with_names(expression: sympy.Expr, names: list[str]) -> Callable[..., sympy.Expr]:
@@ -157,61 +166,50 @@ def _operator(name: str, symbols: tuple[sympy.Symbol, ...], expression: sympy.Ex
     return getattr(torch.ops.fuser, name).default
 
 
-def torch_function(symbols: tuple[sympy.Symbol, ...], expression: sympy.Expr) -> Callable[..., torch.Tensor]:
+def torch_function(symbols: tuple[sympy.Symbol, ...], expression: sympy.Basic) -> Callable[..., torch.Tensor]:
     """An expression as a function of torch operations; the first symbol is a tensor, the others are numbers."""
-    library = {
-        "exp": torch.exp,
-        "log": torch.log,
-        "sin": torch.sin,
-        "cos": torch.cos,
-        "tan": torch.tan,
-        "asin": torch.asin,
-        "acos": torch.acos,
-        "atan": torch.atan,
-        "sinh": torch.sinh,
-        "cosh": torch.cosh,
-        "tanh": torch.tanh,
-        "erf": torch.erf,
-        "erfc": torch.erfc,
-        "sqrt": torch.sqrt,
-        "Abs": torch.abs,
-        "sign": torch.sgn,
-        "sigmoid": torch.sigmoid,
-        "expm1": torch.expm1,
-        "log1p": torch.log1p,
-        "absolute": torch.abs,
-        "maximum": _pairwise(torch.maximum),
-        "minimum": _pairwise(torch.minimum),
-        "Max": _pairwise(torch.maximum),
-        "Min": _pairwise(torch.minimum),
-        "select": _select,
-        "truncate": torch.trunc,
-        "floor": torch.floor,
-        "ceiling": torch.ceil,
-        "less": lambda a, b: a < b,
-    }
-    compiled = sympy.lambdify(symbols, expression, modules=[library, "math"])
 
     def compute(x: torch.Tensor, *values: float) -> torch.Tensor:
-        result = compiled(x, *values)
-        return result if isinstance(result, torch.Tensor) else torch.full_like(x, result)
+        given = {symbols[0]: x} | {s: torch.full((), v, dtype=x.dtype) for s, v in zip(symbols[1:], values)}
+        return _evaluate(expression, given, x).expand(x.shape)
 
     return compute
 
 
-def _pairwise(function: Callable) -> Callable:
-    def apply(*arguments: Any) -> torch.Tensor:
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        full = [a if isinstance(a, torch.Tensor) else torch.full_like(tensors[0], a) for a in arguments]
-        return functools.reduce(function, full)
+def _evaluate(e: sympy.Basic, given: dict[sympy.Symbol, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The value of `e`, by torch operations on the symbols' values."""
+    if e in given:
+        return given[e]
+    if isinstance(e, sympy.logic.boolalg.BooleanAtom):
+        return torch.tensor(bool(e))
+    if isinstance(e, sympy.Expr) and e.is_number:
+        return torch.full((), float(e), dtype=like.dtype)
+    if isinstance(e, Piecewise):
+        result = torch.full((), float("nan"), dtype=like.dtype)
+        for value, condition in reversed(e.args):
+            result = torch.where(_evaluate(condition, given, like), _evaluate(value, given, like), result)
+        return result
+    arguments = [_evaluate(a, given, like) for a in e.args]
+    if isinstance(e, sympy.Pow) and e.exp == Rational(1, 2):
+        return torch.sqrt(arguments[0])
+    if isinstance(e, sympy.Pow) and e.exp == -1:
+        return torch.reciprocal(arguments[0])
+    if isinstance(e, sympy.Pow) and e.exp.is_number:
+        return torch.pow(arguments[0], float(e.exp))
+    function = _TORCH.get(getattr(e.func, "__name__", ""))
+    if function is None:
+        raise ValueError(f"an activation can't use {e.func}")
+    return functools.reduce(function, arguments) if len(arguments) > 1 else function(arguments[0])
 
-    return apply
 
-
-def _select(conditions: list, choices: list, default: Any = float("nan")) -> torch.Tensor:
-    """numpy.select, as lambdify writes a Piecewise."""
-    like = next(t for t in [*choices, *conditions] if isinstance(t, torch.Tensor))
-    result = torch.full_like(like, default, dtype=torch.get_default_dtype() if like.dtype is torch.bool else None)
-    for condition, choice in reversed(list(zip(conditions, choices))):
-        result = torch.where(torch.as_tensor(condition), choice, result)
-    return result
+_TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "Add": torch.add, "Mul": torch.mul, "Pow": torch.pow, "StrictGreaterThan": torch.gt, "StrictLessThan": torch.lt,
+    "GreaterThan": torch.ge, "LessThan": torch.le, "Equality": torch.eq, "Unequality": torch.ne,
+    "And": torch.logical_and, "Or": torch.logical_or, "Not": torch.logical_not,
+    "exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin,
+    "acos": torch.acos, "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "tanh": torch.tanh,
+    "asinh": torch.asinh, "acosh": torch.acosh, "atanh": torch.atanh, "erf": torch.erf, "erfc": torch.erfc,
+    "Abs": torch.abs, "absolute": torch.abs, "sign": torch.sgn, "sigmoid": torch.sigmoid, "expm1": torch.expm1,
+    "log1p": torch.log1p, "maximum": torch.maximum, "minimum": torch.minimum, "Max": torch.maximum,
+    "Min": torch.minimum, "truncate": torch.trunc, "floor": torch.floor, "ceiling": torch.ceil,
+}  # fmt: skip

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from fuser.codegen.cpp import loops
+from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import render
+from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
+from fuser.codegen.plan import KernelStep, channels_last_strides
+from torch.fx import Node
+
+from fuser.fused import FusedNode, tensor_meta
+
+if TYPE_CHECKING:
+    from fuser.codegen.lowering import Lowering
+
+aten = torch.ops.aten
 
 
 def source(name: str, body: Body, columns: int, spatial: int) -> str:
@@ -15,3 +31,74 @@ def source(name: str, body: Body, columns: int, spatial: int) -> str:
     padding, dilation; then three strides per load and store.
     """
     return render("conv.cpp.j2", name, body, columns, first_pointer=3, first_stride="strides", spatial=spatial)
+
+
+class Convolution(Anchored):
+    """A direct convolution over channels-last memory."""
+
+    def __init__(self, lowering: Lowering, node: Node, fused: FusedNode) -> None:
+        super().__init__(lowering, node, fused)
+        self.x, self.weight, self.added, stride, pad, dilation, self.transposed, _, self.groups = fused.anchor.args
+        self.spatial = self.meta.dim() - 2
+        widen = lambda v: list(v) * (self.spatial if len(v) == 1 else 1)  # noqa: E731
+        self.stride, self.pad, self.dilation = widen(stride), widen(pad), widen(dilation)
+        self.columns = self.meta.shape[1] // self.groups
+        self.channels = tensor_meta(self.x).shape[1] // self.groups
+
+    def bias(self) -> Node | None:
+        return self.added
+
+    def refusal(self) -> str | None:
+        """Why ATen's convolution is the better choice, if it is."""
+        if self.meta.dtype not in (torch.float32, torch.float64):
+            return f"{self.meta.dtype}: ATen's kernels use the hardware's own instructions"
+        if self.transposed:
+            return "transposed"
+        if not 1 <= self.spatial <= 3:
+            return f"{self.spatial} spatial axes"
+        if self.groups > 1 and (self.columns < 8 or self.channels < 4):
+            return "groups too narrow for a vector of channels"
+        if self.channels == 0:
+            return "no channels"
+        return None
+
+    def lower(self) -> None:
+        lowering, values = self.lowering, self.lowering.plan.values
+        x_shape = tuple(tensor_meta(self.x).shape)
+        x = lowering.in_layout(self.outer[self.x], channels_last_strides(x_shape))
+        weight = self.place_of(self.weight)
+        along, kernel = values[weight].strides, values[weight].sizes[2:]
+        fill = 3 - self.spatial
+        packed = self.packed(
+            weight,
+            self.groups,
+            self.columns,
+            self.channels,
+            (1,) * fill + tuple(kernel),
+            (along[0] * self.columns, along[0], along[1], *(0,) * fill, *along[2:]),
+        )
+        outputs = outputs_of(self.fused)
+        shape = tuple(self.meta.shape)
+        last = (0, *range(2, len(shape)), 1)
+        results = [lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype) for o in outputs]
+        positions = shape[0] * math.prod(shape[2:])
+        body, places, strides = self.grouped(shape, last, positions, results)
+        name = loops.symbol_of(self.fused)
+        geometry = []
+        for d in range(self.spatial):
+            geometry += [x_shape[2 + d], shape[2 + d], kernel[d], self.stride[d], self.pad[d], self.dilation[d]]
+        arguments = [shape[0], self.groups, self.columns, self.channels, *geometry, *strides]
+        code = source(name, body, self.columns, self.spatial)
+        zeros = lowering.constant(torch.zeros(self.channels, dtype=self.meta.dtype))
+        lowering.plan.steps.append(
+            KernelStep(name, code, [x, packed, zeros, *places, *results], arguments, results, self.fused.name)
+        )
+        loops.define_results(lowering, self.node, results)
+
+    def grouped(self, shape: tuple, last: tuple, positions: int, results: list[int]) -> tuple:
+        """As `body_and_strides`, with the group as the batch: (group, position, channel of the group)."""
+        body, places, flat = self.body_and_strides(shape, (1, positions, shape[1]), last, results)
+        strides = list(flat)
+        for i in range(0, len(strides), 3):
+            strides[i] = strides[i + 2] * self.columns if self.groups > 1 else 0
+        return body, places, strides

@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+from fuser.codegen.cpp import loops, pack
+from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import render
+from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
+from fuser.codegen.plan import KernelStep, dense_strides
+from torch.fx import Node
+
+from fuser.fused import FusedNode, tensor_meta
+
+if TYPE_CHECKING:
+    from fuser.codegen.lowering import Lowering
+
+aten = torch.ops.aten
+
+# Weights up to this many bytes are packed for generated kernels; beyond it the library's blocking wins.
+LARGEST_PACKED_WEIGHT = 2 << 20
+# With fewer rows than this a product only streams its weight, which a packed copy would make it read twice.
+FEW_ROWS = 16
+SMALL_WEIGHT = 256 << 10
 
 
 def source(name: str, body: Body, columns: int) -> str:
@@ -13,3 +34,77 @@ def source(name: str, body: Body, columns: int) -> str:
     args: batches, rows, columns, depth, x batch stride, x row stride, packed batch stride, then three strides each.
     """
     return render("matmul.cpp.j2", name, body, columns, first_pointer=2, first_stride="(args + 7)")
+
+
+class Product(Anchored):
+    """`mm`, `addmm`, `bmm`, `baddbmm`."""
+
+    def __init__(self, lowering: Lowering, node: Node, fused: FusedNode) -> None:
+        super().__init__(lowering, node, fused)
+        has_bias = fused.anchor.target in (aten.addmm.default, aten.baddbmm.default)
+        self.x, self.factor = fused.anchor.args[1:3] if has_bias else fused.anchor.args[:2]
+        self.added = fused.anchor.args[0] if has_bias else None
+        *batch, self.rows, self.columns = self.meta.shape
+        self.batches = batch[0] if batch else 1
+        self.depth = tensor_meta(self.x).shape[-1]
+
+    def bias(self) -> Node | None:
+        return self.added
+
+    def refusal(self) -> str | None:
+        """Why ATen's product is the better choice, if it is."""
+        if self.meta.dtype not in (torch.float32, torch.float64):
+            return f"{self.meta.dtype}: ATen's kernels use the hardware's own instructions"
+        if self.depth == 0:
+            return "the depth is 0"
+        weight = self.columns * self.depth * self.meta.element_size()
+        if weight > LARGEST_PACKED_WEIGHT:
+            return "the weight is large: the library's blocking wins"
+        if self.rows * self.batches < FEW_ROWS and weight > SMALL_WEIGHT:
+            return "few rows: reading the weight once is what counts"
+        return None
+
+    def lower(self) -> None:
+        lowering, values = self.lowering, self.lowering.plan.values
+        outputs = outputs_of(self.fused)
+        x = self.place_of(self.x)
+        if values[x].strides[-1] != 1 and self.depth != 1:
+            x = lowering.in_layout(self.outer[self.x], dense_strides(values[x].sizes))
+        factor = self.place_of(self.factor)
+        along = values[factor].strides
+        batch_stride = along[0] if len(along) == 3 else 0
+        shared = batch_stride == 0  # one factor for every batch
+        packed = self.packed(
+            factor,
+            1 if shared else self.batches,
+            self.columns,
+            self.depth,
+            (1, 1, 1),
+            (batch_stride, along[-1], along[-2], 0, 0, 0),
+        )
+        x_row, x_batch = values[x].strides[-2], values[x].strides[0] if len(values[x].strides) == 3 else 0
+        if shared and x_batch == self.rows * x_row:
+            self.rows, self.batches, x_batch = self.rows * self.batches, 1, 0
+        results = []
+        for output in outputs:
+            meta = tensor_meta(output)
+            results.append(lowering.buffer(None, tuple(meta.shape), dense_strides(tuple(meta.shape)), meta.dtype))
+        shape, grid = tuple(tensor_meta(outputs[-1]).shape), (self.batches, self.rows, self.columns)
+        body, places, strides = self.body_and_strides(shape, grid, None, results)
+        name = loops.symbol_of(self.fused)
+        per_batch = pack.packed_elements(1, self.columns, self.depth, self.panel(self.columns))
+        arguments = [
+            self.batches,
+            self.rows,
+            self.columns,
+            self.depth,
+            x_batch,
+            x_row,
+            0 if shared else per_batch,
+            *strides,
+        ]
+        code = source(name, body, self.columns)
+        lowering.plan.steps.append(
+            KernelStep(name, code, [x, packed, *places, *results], arguments, results, self.fused.name)
+        )
+        loops.define_results(lowering, self.node, results)
