@@ -79,14 +79,16 @@ class Lowering:
 
     def fused(self, node: Node, fused: FusedNode) -> None:
         """The region's kernels, or its members one by one where one of the kernels could not be built."""
+        if not self.refused:
+            return regions.lower(self, node, fused)
         before = (len(self.plan.values), len(self.plan.steps), {n: list(p) for n, p in self.places.items()})
         regions.lower(self, node, fused)
         if not any(getattr(s, "source", None) in self.refused for s in self.plan.steps[before[1] :]):
-            return
+            return None
         del self.plan.values[before[0] :], self.plan.steps[before[1] :]
         self.places = before[2]
         fused.notes[:] = ["its members one by one: a kernel could not be built"]
-        self.members(node, fused)
+        return self.members(node, fused)
 
     def members(self, node: Node, fused: FusedNode) -> None:
         for inner, outer in zip(fused.members.graph.find_nodes(op="placeholder"), node.args):

@@ -93,11 +93,20 @@ def _optimized_module(model: nn.Module, mode: str) -> nn.Module:
     return optimized
 
 
-@functools.cache
 def _subclass(cls: type) -> type:
+    # Every GraphModule has a class of its own, which must not outlive it here.
+    return _make_subclass(cls) if issubclass(cls, torch.fx.GraphModule) else _cached_subclass(cls)
+
+
+def _make_subclass(cls: type) -> type:
     slots = ("_fuser_original", "_fuser_engine", "_fuser_dispatcher")
     members = {"__slots__": slots, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    if cls.__call__ is not nn.Module.__call__ and not issubclass(cls, torch.fx.GraphModule):
+        members["__call__"] = cls.__call__  # the author's own way to call; it comes to `forward` in the end
     return type(f"Optimized{cls.__name__}", (OptimizedModule, cls), members)
+
+
+_cached_subclass = functools.cache(_make_subclass)
 
 
 def _optimized_function(function: Callable, mode: str) -> Callable:

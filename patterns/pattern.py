@@ -35,8 +35,8 @@ _by_anchor: dict[torch._ops.OpOverload, Pattern] = {}
 def register_pattern(pattern: Pattern) -> Pattern:
     """Add a pattern; from then on newly compiled signatures use it.
 
-    Raises `ValueError` when the name is not an identifier, when there is no anchor, or when an anchor belongs to
-    another pattern already; `TypeError` when an anchor is not an ATen overload such as `torch.ops.aten.mm.default`.
+    Raises `ValueError` when the name is not an identifier, when there is no anchor, when an anchor belongs to
+    another pattern already, or when it returns a view; `TypeError` when an anchor is not an ATen overload such as `torch.ops.aten.mm.default`.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"register_pattern takes a fuser.Pattern, got {type(pattern).__name__}")
@@ -50,6 +50,8 @@ def register_pattern(pattern: Pattern) -> Pattern:
                 f"anchor {anchor!r} of pattern {pattern.name!r} must be an operator overload such as "
                 "torch.ops.aten.mm.default"
             )
+        if any(a.alias_info is not None for a in (*anchor._schema.arguments, *anchor._schema.returns)):
+            raise ValueError(f"{anchor} returns a view or writes to its argument; an epilogue in place would too")
         if anchor in _by_anchor:
             raise ValueError(f"{anchor} is the anchor of pattern {_by_anchor[anchor].name!r} already")
     _patterns.append(pattern)

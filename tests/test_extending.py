@@ -65,6 +65,8 @@ def test_a_registered_pattern_fuses_in_place() -> None:
     assert entry.name == "cumsum_mul_add_relu_0" and "in place" in entry.how
     with pytest.raises(ValueError, match="already"):
         fuser.register_pattern(pattern)
+    with pytest.raises(ValueError, match="returns a view"):
+        fuser.register_pattern(fuser.Pattern("view", frozenset({torch.ops.aten.view.default})))
     with pytest.raises(TypeError, match="operator overload"):
         fuser.register_pattern(fuser.Pattern("wrong", frozenset({torch.cumsum})))
     with pytest.raises(TypeError, match="takes a fuser.Pattern"):

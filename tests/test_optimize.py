@@ -542,3 +542,38 @@ def test_every_way_of_writing_a_linear_layer_fuses(write: object) -> None:
     x, w, b = torch.randn(6, 5), torch.randn(7, 5), torch.randn(7)
     report = compiled(check(write, x, w, b))
     assert len(report.fused) == 1 and not report.left_alone, str(report)
+
+
+def test_an_own_call_method_is_kept() -> None:
+    class Doubling(nn.Linear):
+        def __call__(self, *args: object) -> torch.Tensor:
+            return 2 * super().__call__(*args)
+
+    model = Doubling(3, 2)
+    same(fuser.optimize(model), model, torch.randn(4, 3))
+
+
+def test_ten_thousand_calls_keep_memory_flat() -> None:
+    import resource
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.Softmax(1), nn.Linear(256, 8))
+    optimized = fuser.optimize(model)
+    x = torch.randn(200, 64)
+    with torch.no_grad():
+        for _ in range(200):
+            optimized(x)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(10_000 // 5):
+            optimized(x)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4_000  # KiB
+
+
+def test_large_graphs_take_seconds() -> None:
+    def deep(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(300):
+            x = torch.relu(x * 1.01 + 0.1).sum(0, keepdim=True) * 0.1 + x
+        return x
+
+    report = compiled(check(deep, torch.randn(4, 3), factor=8.0))
+    (entry,) = report.compiled
+    assert entry.seconds["fuse"] + entry.seconds["lower"] + entry.seconds["canonicalise"] < 30

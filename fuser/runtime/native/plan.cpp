@@ -115,9 +115,7 @@ void Plan::execute(Frame& frame) const {
       case Step::Aten: run_aten(step, frame); break;
       case Step::Python: run_python(step, frame); break;
     }
-    if (!has_aten_) continue;
-    for (size_t i = 0; i < values.size(); ++i)
-      if (values[i].kind == Value::Aten && values[i].last_use == static_cast<int>(position)) frame.tensors[i].reset();
+    for (int v : step.releases) frame.tensors[v].reset();
   }
 }
 

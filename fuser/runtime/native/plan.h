@@ -107,7 +107,6 @@ struct Value {
   at::Tensor constant;
   size_t nbytes = 0;
   std::shared_ptr<PackSlot> slot;
-  int last_use = -1;                     // the last step that reads it or a view of it (outputs: past the end)
 };
 
 struct Argument {
@@ -130,6 +129,7 @@ struct Step {
   std::vector<int> outs;
   bool below_autograd = true;
   Ref callable;
+  std::vector<int> releases;             // ATen's results that nothing reads after this step
 };
 
 struct Frame;
@@ -150,7 +150,7 @@ class Plan {
   void read_step(PyObject* item);
   Argument read_argument(PyObject* item, const c10::TypePtr& type, const std::string& op, const std::string& name);
   int value_id(PyObject* item) const;
-  void find_last_uses();
+  void find_releases();
   void check_inputs(const std::vector<at::Tensor>& given) const;
   void execute(Frame& frame) const;
   void run_aten(const Step& step, Frame& frame) const;
@@ -164,7 +164,7 @@ class Plan {
   std::vector<Step> steps_;
   std::vector<int> fresh_;
   size_t arena_bytes_ = 0;
-  bool release_gil_ = false, has_aten_ = false;
+  bool release_gil_ = false;
   std::shared_ptr<PackStore> packs_;
   std::shared_ptr<ArenaPool> arenas_;
 };

@@ -103,7 +103,7 @@ Plan::Plan(PyObject* spec, std::shared_ptr<PackStore> packs, std::shared_ptr<Are
   for (Py_ssize_t i = 0; i < length_of(list); ++i) read_step(item_of(list, i));
   list = field(spec, "outputs");
   for (Py_ssize_t i = 0; i < length_of(list); ++i) outputs.push_back(value_id(item_of(list, i)));
-  find_last_uses();
+  find_releases();
 }
 
 int Plan::value_id(PyObject* item) const {
@@ -144,7 +144,6 @@ void Plan::read_value(PyObject* item) {
     v.kind = kind == "fresh" ? Value::Fresh : Value::Aten;
     shape(1);
     v.dtype = dtype(item_of(item, 3));
-    has_aten_ |= v.kind == Value::Aten;
   } else if (kind == "view") {
     v.kind = Value::View;
     const Value& base = values[value_id(item_of(item, 1))];
@@ -253,10 +252,11 @@ Argument Plan::read_argument(PyObject* item, const c10::TypePtr& type, const std
   return argument;
 }
 
-void Plan::find_last_uses() {
+void Plan::find_releases() {
+  std::vector<int> last_use(values.size(), -1);
   auto use = [&](int value, int position) {
-    Value& root = values[values[value].root];
-    root.last_use = std::max(root.last_use, position);
+    int& last = last_use[values[value].root];
+    last = std::max(last, position);
   };
   std::function<void(const Argument&, int)> walk = [&](const Argument& a, int position) {
     if (a.kind == Argument::Value) use(a.value, position);
@@ -269,6 +269,9 @@ void Plan::find_last_uses() {
     for (const Argument& a : steps_[position].call) walk(a, position);
   }
   for (int v : outputs) use(v, static_cast<int>(steps_.size()));
+  for (size_t v = 0; v < values.size(); ++v)
+    if (values[v].kind == Value::Aten && last_use[v] >= 0 && last_use[v] < static_cast<int>(steps_.size()))
+      steps_[last_use[v]].releases.push_back(static_cast<int>(v));
 }
 
 }  // namespace fuser
