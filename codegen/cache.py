@@ -24,6 +24,7 @@ from pathlib import Path
 
 import filelock
 import torch
+
 from fuser.codegen import compiler
 
 COMPILE_TIMEOUT = 300  # seconds for one file

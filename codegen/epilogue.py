@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import sympy
 import torch
-from fuser.codegen.kernel import Body, Load, Statement, Step, Store
 from torch.fx import Node
 
+from fuser.codegen.kernel import Body, Load, Statement, Step, Store
 from fuser.fused import Function, FusedNode, Operation, tensor_meta
 
 _a, _b = sympy.symbols("a b", real=True)

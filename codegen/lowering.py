@@ -9,11 +9,11 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch.fx import Node
+
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp import regions
 from fuser.codegen.plan import AtenStep, Plan, PythonStep, Value, channels_last_strides, same_layout
-from torch.fx import Node
-
 from fuser.fused import FusedNode, tensor_meta
 from fuser.passes.fuse import why_left_alone
 from fuser.program import Program

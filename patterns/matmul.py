@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from fuser.patterns.pattern import Pattern, register_pattern
 from torch.fx import Node
 
 from fuser.fused import tensor_meta
+from fuser.patterns.pattern import Pattern, register_pattern
 
 aten = torch.ops.aten
 

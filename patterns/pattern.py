@@ -35,8 +35,9 @@ _by_anchor: dict[torch._ops.OpOverload, Pattern] = {}
 def register_pattern(pattern: Pattern) -> Pattern:
     """Add a pattern; from then on newly compiled signatures use it.
 
-    Raises `ValueError` when the name is not an identifier, when there is no anchor, when an anchor belongs to
-    another pattern already, or when it returns a view; `TypeError` when an anchor is not an ATen overload such as `torch.ops.aten.mm.default`.
+    Raises `ValueError` when the name is not an identifier, when there is no anchor, when an anchor belongs to another
+    pattern already, or when it returns a view; `TypeError` when an anchor is not an ATen overload such as
+    `torch.ops.aten.mm.default`.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"register_pattern takes a fuser.Pattern, got {type(pattern).__name__}")

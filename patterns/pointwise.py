@@ -13,11 +13,11 @@ from typing import Any
 
 import sympy
 import torch
-from fuser.patterns import activations
 from sympy import Eq, Ge, Gt, Le, Lt, Ne, Piecewise, Rational
 from torch.fx import Node
 
 from fuser.fused import Function, Operation, tensor_meta
+from fuser.patterns import activations
 from fuser.scalar import (
     absolute,
     copysign,

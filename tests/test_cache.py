@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from fuser.codegen import cache, compiler
 
 needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")

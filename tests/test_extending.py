@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import sympy
 import torch
-from fuser.patterns import activations
 from oracle import assert_as_good_as_eager, check, compiled
 from torch import nn
 
 import fuser
 from fuser import pipeline
 from fuser.capture import capture
+from fuser.patterns import activations
 from fuser.state import observe
 
 x = sympy.Symbol("x")

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx import Node
+
 from fuser.codegen.cpp import loops, pack
 from fuser.codegen.cpp.anchored import vector_width, vectors_per_row
 from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of
 from fuser.codegen.plan import KernelStep, PackStep, Value, broadcast_strides, dense_strides, view_strides
-from torch.fx import Node
-
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jinja2
 import torch
+
 from fuser.codegen.cpp import printer
 from fuser.codegen.kernel import Body, Load, Store
 

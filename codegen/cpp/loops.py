@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx import Node
+
 from fuser.codegen.cpp import pointwise
 from fuser.codegen.epilogue import steps
 from fuser.codegen.kernel import Body, Load, Store
 from fuser.codegen.plan import AtenStep, KernelStep
-from torch.fx import Node
-
 from fuser.fused import FusedNode
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx import Node
+
 from fuser.codegen.cpp import loops, pack
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import render
 from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
 from fuser.codegen.plan import KernelStep, dense_strides
-from torch.fx import Node
-
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from fuser.codegen.cpp.anchored import C_TYPES, environment
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from fuser.codegen.cpp import printer
 from fuser.codegen.cpp.anchored import C_TYPES, environment
 from fuser.codegen.kernel import Body, Load, Step, Store

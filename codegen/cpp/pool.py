@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx import Node
+
 from fuser.codegen.cpp import loops
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import render
 from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
 from fuser.codegen.plan import KernelStep, channels_last_strides, same_layout
-from torch.fx import Node
-
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:
@@ -71,7 +71,5 @@ class MaxPool(Anchored):
         name = loops.symbol_of(self.fused)
         code = source(name, body, shape[1], self.spatial)
         arguments = [shape[0], shape[1], *geometry, *strides]
-        lowering.plan.steps.append(
-            KernelStep(name, code, [x, *places, *results], arguments, results, self.fused.name)
-        )
+        lowering.plan.steps.append(KernelStep(name, code, [x, *places, *results], arguments, results, self.fused.name))
         loops.define_results(lowering, self.node, results)

@@ -6,9 +6,9 @@ import functools
 import math
 
 import sympy
-from fuser.codegen.kernel import Body
 from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
 
+from fuser.codegen.kernel import Body
 from fuser.fused import Function
 
 # sympy's (and `fuser.scalar`'s) functions -> the names in vector.h.

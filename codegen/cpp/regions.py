@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx import Node
+
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.conv import Convolution
@@ -13,8 +15,6 @@ from fuser.codegen.cpp.matmul import Product
 from fuser.codegen.cpp.pool import MaxPool
 from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of
 from fuser.codegen.plan import AtenStep, Value, broadcast_strides, channels_last_strides, same_layout, view_strides
-from torch.fx import Node
-
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def _emit_pointwise(
     outputs: list[Node],
     results: list[int],
     shape: tuple[int, ...],
-    views: dict[Node, tuple[int, ...]] | None = None,
 ) -> None:
     """One pointwise kernel over `shape`, reading `places` and writing `results`."""
     values = lowering.plan.values
