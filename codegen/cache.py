@@ -122,6 +122,8 @@ def clear() -> int:
         if file.is_file() and not file.name.endswith(".lock"):
             file.unlink(missing_ok=True)
             count += 1
+    for scratch in folder().rglob("building-*"):  # of a process that was killed
+        shutil.rmtree(scratch, ignore_errors=True)
     return count
 
 
@@ -213,11 +215,15 @@ def _headers() -> str:
 
 @functools.cache
 def _remember_compiler(version: str) -> None:
+    if _last_compiler() == version:
+        return
     note = folder() / "compiler.txt"
-    if not note.exists() or note.read_text() != version:
-        temporary = note.with_suffix(f".{os.getpid()}")
+    temporary = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # builds run in several threads
+    try:
         temporary.write_text(version)
         os.replace(temporary, note)
+    except OSError:  # a full disk, say: the build reports it, and the note only serves machines without a compiler
+        temporary.unlink(missing_ok=True)
 
 
 def _last_compiler() -> str:

@@ -34,6 +34,16 @@ def inputs_of_body(fused: FusedNode, bias: Node | None) -> list[Node]:
     return list(found)
 
 
+def shape_where_read(fused: FusedNode, source: Node, bias: Node | None = None) -> tuple[int, ...]:
+    """The shape of the operation that reads `source`, against which it is broadcast."""
+    if source is bias and source is not None:
+        return tuple(tensor_meta(fused.anchor).shape)
+    for node in fused.members.graph.nodes:
+        if any(_behind_views(o) is source for o in _operands(node)):
+            return tuple(tensor_meta(node).shape)
+    return tuple(tensor_meta(source).shape)
+
+
 def outputs_of(fused: FusedNode) -> list[Node]:
     """The subgraph's results."""
     result = fused.members.graph.output_node().args[0]

@@ -30,7 +30,7 @@ def examine() -> list[Finding]:
         Finding("compiler", f"{tool.path} ({tool.version})" if tool else compiler.missing_reason(), tool is not None),
         Finding("flags", " ".join(compiler.KERNEL_FLAGS)),
         Finding("CPU", _cpu()),
-        _openmp(),
+        _openmp(tool is not None),
         Finding("BLAS", _config("BLAS_INFO")),
         Finding("oneDNN", "available" if torch.backends.mkldnn.is_available() else "not in this torch"),
         Finding("CUDA", _cuda()),
@@ -46,15 +46,34 @@ def _cpu() -> str:
     return f"{counts}, {' '.join(known)}"
 
 
-def _openmp() -> Finding:
+# What a kernel sees of the number of threads that torch was told to use.
+_OPENMP_PROBE = cache.Source(
+    "openmp_probe", '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
+)
+
+
+def _openmp(can_build: bool) -> Finding:
     """Kernels and torch must share one OpenMP runtime, or they fight for the cores."""
-    found = openmp_libraries()
-    if len(found) == 1:
-        return Finding("OpenMP", found[0])
-    if not found:
-        return Finding("OpenMP", "no runtime is loaded; torch was built without it, kernels bring their own")
-    advice = "import torch before other libraries"
-    return Finding("OpenMP", f"several runtimes are loaded ({', '.join(found)}): {advice}", False)
+    shared = kernels_follow_torch() if can_build else None
+    found = ", ".join(openmp_libraries()) or "no runtime is loaded"
+    if shared is False:
+        return Finding(
+            "OpenMP", f"kernels do not use torch's runtime ({found}): install a torch wheel that bundles libgomp", False
+        )
+    return Finding("OpenMP", found + (", shared by torch and kernels" if shared else ""))
+
+
+def kernels_follow_torch() -> bool | None:
+    """Whether a kernel sees what `torch.set_num_threads` says; None if no kernel can be built."""
+    (library,) = cache.build([_OPENMP_PROBE])
+    if isinstance(library, cache.BuildError):
+        return None
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        return library.handle.threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def openmp_libraries() -> list[str]:

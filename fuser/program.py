@@ -155,7 +155,18 @@ def trace(function: Callable, examples: Sequence[FakeTensor]) -> GraphModule:
     mode = next((e.fake_mode for e in examples), None) or FakeTensorMode(allow_non_fake_inputs=True)
     pure = torch.func.functionalize(function, remove="mutations")
     with temporarily_clear_interpreter_stack(), mode, torch.no_grad():
-        return make_fx(pure)(*examples)
+        module = make_fx(pure)(*examples)
+        if any(_writes_to_intermediate(node) for node in module.graph.nodes):
+            # A composite operation came apart below the functionalisation; now its parts are in the graph.
+            module = make_fx(torch.func.functionalize(module, remove="mutations"))(*examples)
+        return module
+
+
+def _writes_to_intermediate(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    written = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]
+    return any(w and isinstance(v, Node) and v.op == "call_function" for w, v in zip(written, node.args))
 
 
 def size_in_bytes(value: torch.Tensor) -> int:

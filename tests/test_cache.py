@@ -20,12 +20,12 @@ MODEL = """
     from torch import nn
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).eval()
-    optimized = fuser.optimize(model)
     x = torch.randn(4, 5)
     with torch.no_grad():
         expected = model(x)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            optimized = fuser.optimize(model)
             torch.testing.assert_close(optimized(x), expected)
             torch.testing.assert_close(optimized(x), expected)
     print("WARNED" if any(w.category is fuser.FuserWarning for w in caught) else "QUIET")
@@ -158,8 +158,17 @@ def test_clear_and_info(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "runtime").unlink()
     monkeypatch.setenv("FUSER_CACHE_DIR", str(folder))
     (folder / "kernel-0.so").write_bytes(b"12345")
+    (folder / "building-0").mkdir()  # of a process that was killed
     assert cache.info() == {"folder": str(folder), "kernels": 1, "bytes": 5}
     assert cache.clear() == 1 and cache.info()["kernels"] == 0
+    assert not (folder / "building-0").exists()
+
+
+def test_a_note_that_can_not_be_written_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSER_CACHE_DIR", str(folder))
+    (folder / "compiler.txt").mkdir()
+    cache._remember_compiler("some compiler 1.0")
+    assert sorted(f.name for f in folder.iterdir()) == ["compiler.txt", "runtime"]
 
 
 def test_a_forked_child_works() -> None:

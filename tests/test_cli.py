@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fuser import cli
+from fuser import cli, doctor
+from fuser.codegen import cache, compiler
 
 MODEL = """
 import torch
@@ -112,6 +114,16 @@ def test_doctor_and_cache(capsys: pytest.CaptureFixture) -> None:
         assert f"{subject}:" in out
     assert cli.main(["cache", "info"]) == 0
     assert "kernels" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
+def test_doctor_tells_whether_kernels_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    assert doctor.kernels_follow_torch() is True and torch.get_num_threads() == threads
+    other = cache.Source("deaf_probe", 'extern "C" int threads() { return -1; }')
+    monkeypatch.setattr(doctor, "_OPENMP_PROBE", other)
+    (finding,) = [f for f in doctor.examine() if f.subject == "OpenMP"]
+    assert not finding.fine and "do not use torch's runtime" in finding.text
 
 
 def test_doctor_says_what_to_install() -> None:

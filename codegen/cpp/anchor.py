@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from fuser.codegen.cpp import loops, pack
 from fuser.codegen.cpp.anchored import vector_width, vectors_per_row
-from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of
-from fuser.codegen.plan import KernelStep, PackStep, Value, broadcast_strides, dense_strides, view_strides
+from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of, shape_where_read
+from fuser.codegen.plan import KernelStep, PackStep, Value, broadcast_strides, view_strides
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:
@@ -57,45 +57,37 @@ class Anchored:
             lowering.plan.steps.append(KernelStep(name, source, [factor, target], arguments, [target], self.fused.name))
         return target
 
-    def body_and_strides(self, shape: tuple, grid: tuple, order: tuple | None, results: list[int]) -> tuple:
+    def body_and_strides(self, grid: tuple, order: tuple | None, results: list[int]) -> tuple:
         """The body over (batch, row, column), its tensors and their strides flat.
 
-        Operands are read as if they had `shape`, permuted by `order`, then seen with shape `grid`.
+        Each operand is read as if it had the shape of the operation that reads it, permuted by `order`, then seen with
+        shape `grid`: reshapes inside the region leave the elements in order, so all of them agree on the grid.
         """
         values, bias = self.lowering.plan.values, self.bias()
         sources = inputs_of_body(self.fused, bias)
         places, operands = [], []
 
-        def on_grid(place: int, source: Node | None = None) -> tuple[int, ...] | None:
-            # A bias runs along the columns, which are not the last axis of a convolution's result.
-            trailing = len(shape) - 1 - (order or range(len(shape)))[-1] if source is not None and source is bias else 0
+        def on_grid(place: int, shape: tuple, trailing: int = 0) -> tuple[int, ...] | None:
             sizes = (*values[place].sizes, *(1,) * trailing)
             strides = broadcast_strides(sizes, (*values[place].strides, *(0,) * trailing), shape)
             permuted = order or tuple(range(len(shape)))
             return view_strides(tuple(shape[i] for i in permuted), tuple(strides[i] for i in permuted), grid)
 
         for source in sources:
-            place = self.place_of(source)
-            strides = on_grid(place, source)
+            place, shape = self.place_of(source), shape_where_read(self.fused, source, bias)
+            # A bias runs along the columns, which are not the last axis of a convolution's result.
+            trailing = len(shape) - 1 - order[-1] if source is bias and order else 0
+            strides = on_grid(place, shape, trailing)
             if strides is None:
-                place = self.spread(place, shape, order)
-                strides = on_grid(place)
+                place = loops.spread(self.lowering, place, shape, order)
+                strides = on_grid(place, shape)
             places.append(place)
             operands.append(Operand(source, _no_unit_axes(grid, strides)))
         outputs = outputs_of(self.fused)
-        stores = [Operand(o, on_grid(r)) for o, r in zip(outputs, results)]
+        stores = [Operand(o, on_grid(r, values[r].sizes)) for o, r in zip(outputs, results)]
         body = build_body(self.fused, operands, stores, self.meta.dtype, bias)
         flat = [s for o in [*operands, *stores] for s in o.strides]
         return body, places, flat
-
-    def spread(self, place: int, shape: tuple, order: tuple | None) -> int:
-        """A dense copy of an operand whose broadcast can't be expressed over (batch, row, column)."""
-        lowering, value = self.lowering, self.lowering.plan.values[place]
-        strides = broadcast_strides(value.sizes, value.strides, shape)
-        wide = lowering.plan.add(Value("view", shape, strides, value.dtype, base=place))
-        target = lowering.buffer(None, shape, dense_strides(shape, order), value.dtype)
-        loops.copy(lowering, wide, target)
-        return target
 
     def bias(self) -> Node | None:
         raise NotImplementedError

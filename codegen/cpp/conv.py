@@ -97,7 +97,7 @@ class Convolution(Anchored):
 
     def grouped(self, shape: tuple, last: tuple, positions: int, results: list[int]) -> tuple:
         """As `body_and_strides`, with the group as the batch: (group, position, channel of the group)."""
-        body, places, flat = self.body_and_strides(shape, (1, positions, shape[1]), last, results)
+        body, places, flat = self.body_and_strides((1, positions, shape[1]), last, results)
         strides = list(flat)
         for i in range(0, len(strides), 3):
             strides[i] = strides[i + 2] * self.columns if self.groups > 1 else 0

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fuser.codegen.cpp import pointwise
 from fuser.codegen.epilogue import steps
 from fuser.codegen.kernel import Body, Load, Store
-from fuser.codegen.plan import AtenStep, KernelStep
+from fuser.codegen.plan import AtenStep, KernelStep, Value, broadcast_strides, dense_strides
 from fuser.fused import FusedNode
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ def _aten_copy(lowering: Lowering, source: int, target: int) -> None:
     lowering.plan.steps.append(
         AtenStep(aten.copy_.default, [("value", target), ("value", source), ("const", False)], [-1], pure=False)
     )
+
+
+def spread(lowering: Lowering, place: int, shape: tuple, order: tuple | None) -> int:
+    """A dense copy of an operand, broadcast to `shape`, where a kernel's loops can't express the broadcast."""
+    value = lowering.plan.values[place]
+    strides = broadcast_strides(value.sizes, value.strides, shape)
+    wide = lowering.plan.add(Value("view", shape, strides, value.dtype, base=place))
+    target = lowering.buffer(None, shape, dense_strides(shape, order), value.dtype)
+    copy(lowering, wide, target)
+    return target
 
 
 def collapse(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:

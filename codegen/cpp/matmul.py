@@ -36,6 +36,15 @@ def source(name: str, body: Body, columns: int) -> str:
     return render("matmul.cpp.j2", name, body, columns, first_pointer=2, first_stride="(args + 7)")
 
 
+def dot_source(name: str, body: Body) -> str:
+    """C++ for the product of few rows with a large weight whose columns are lines of memory, which it reads once.
+
+    ptrs: x, weight, then the body's loads and stores, whose steps run over (1, row, column).
+    args: rows, columns, depth, x row stride, weight stride between columns, then three strides each.
+    """
+    return render("dot.cpp.j2", name, body, 1, first_pointer=2, first_stride="(args + 5)")
+
+
 class Product(Anchored):
     """`mm`, `addmm`, `bmm`, `baddbmm`."""
 
@@ -58,18 +67,27 @@ class Product(Anchored):
         if self.depth == 0:
             return "the depth is 0"
         weight = self.columns * self.depth * self.meta.element_size()
+        if self.streams():
+            return None
         if weight > LARGEST_PACKED_WEIGHT:
             return "the weight is large: the library's blocking wins"
         if self.rows * self.batches < FEW_ROWS and weight > SMALL_WEIGHT:
             return "few rows: reading the weight once is what counts"
         return None
 
+    def streams(self) -> bool:
+        """Whether the weight is best read once where it lies: few rows, a large weight, columns that are lines."""
+        weight = self.columns * self.depth * self.meta.element_size()
+        along = self.lowering.plan.values[self.place_of(self.factor)].strides
+        return self.batches == 1 and self.rows < FEW_ROWS and weight > SMALL_WEIGHT and along[-2] == 1
+
     def lower(self) -> None:
         lowering, values = self.lowering, self.lowering.plan.values
-        outputs = outputs_of(self.fused)
         x = self.place_of(self.x)
         if values[x].strides[-1] != 1 and self.depth != 1:
             x = lowering.in_layout(self.outer[self.x], dense_strides(values[x].sizes))
+        if self.streams():
+            return self.lower_streaming(x)
         factor = self.place_of(self.factor)
         along = values[factor].strides
         batch_stride = along[0] if len(along) == 3 else 0
@@ -85,12 +103,7 @@ class Product(Anchored):
         x_row, x_batch = values[x].strides[-2], values[x].strides[0] if len(values[x].strides) == 3 else 0
         if shared and x_batch == self.rows * x_row:
             self.rows, self.batches, x_batch = self.rows * self.batches, 1, 0
-        results = []
-        for output in outputs:
-            meta = tensor_meta(output)
-            results.append(lowering.buffer(None, tuple(meta.shape), dense_strides(tuple(meta.shape)), meta.dtype))
-        shape, grid = tuple(tensor_meta(outputs[-1]).shape), (self.batches, self.rows, self.columns)
-        body, places, strides = self.body_and_strides(shape, grid, None, results)
+        body, places, strides, results = self.epilogue()
         name = loops.symbol_of(self.fused)
         per_batch = pack.packed_elements(1, self.columns, self.depth, self.panel(self.columns))
         arguments = [
@@ -108,3 +121,29 @@ class Product(Anchored):
             KernelStep(name, code, [x, packed, *places, *results], arguments, results, self.fused.name)
         )
         loops.define_results(lowering, self.node, results)
+
+    def lower_streaming(self, x: int) -> None:
+        """The product that leaves the weight where it is."""
+        values, weight = self.lowering.plan.values, self.place_of(self.factor)
+        body, places, strides, results = self.epilogue()
+        name = loops.symbol_of(self.fused)
+        sizes = [self.rows, self.columns, self.depth, values[x].strides[-2], values[weight].strides[-1]]
+        self.lowering.plan.steps.append(
+            KernelStep(
+                name,
+                dot_source(name, body),
+                [x, weight, *places, *results],
+                [*sizes, *strides],
+                results,
+                self.fused.name,
+            )
+        )
+        loops.define_results(self.lowering, self.node, results)
+
+    def epilogue(self) -> tuple:
+        """Dense results, and the body over (batch, row, column) that writes them: body, tensors, strides, results."""
+        results = []
+        for output in outputs_of(self.fused):
+            meta = tensor_meta(output)
+            results.append(self.lowering.buffer(None, tuple(meta.shape), dense_strides(tuple(meta.shape)), meta.dtype))
+        return *self.body_and_strides((self.batches, self.rows, self.columns), None, results), results

@@ -64,7 +64,7 @@ class MaxPool(Anchored):
         results = [lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype) for o in outputs]
         positions = shape[0] * math.prod(shape[2:])
         last = (0, *range(2, len(shape)), 1)
-        body, places, strides = self.body_and_strides(shape, (1, positions, shape[1]), last, results)
+        body, places, strides = self.body_and_strides((1, positions, shape[1]), last, results)
         geometry = []
         for d in range(self.spatial):
             geometry += [x_shape[2 + d], shape[2 + d], self.kernel[d], self.stride[d], self.pad[d], self.dilation[d]]

@@ -10,11 +10,19 @@ from torch.fx import Node
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.conv import Convolution
-from fuser.codegen.cpp.loops import collapse, copy, define_results, outer_nodes, pointwise_step, symbol_of
+from fuser.codegen.cpp.loops import collapse, copy, define_results, outer_nodes, pointwise_step, spread, symbol_of
 from fuser.codegen.cpp.matmul import Product
 from fuser.codegen.cpp.pool import MaxPool
-from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of
-from fuser.codegen.plan import AtenStep, Value, broadcast_strides, channels_last_strides, same_layout, view_strides
+from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of, shape_where_read
+from fuser.codegen.plan import (
+    AtenStep,
+    Value,
+    broadcast_strides,
+    channels_last_strides,
+    dense_strides,
+    same_layout,
+    view_strides,
+)
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:
@@ -66,8 +74,16 @@ def _emit_pointwise(
 ) -> None:
     """One pointwise kernel over `shape`, reading `places` and writing `results`."""
     values = lowering.plan.values
-    strides = [broadcast_strides(values[p].sizes, values[p].strides, shape) for p in places]
-    strides += [values[r].strides for r in results]
+    strides = []
+    for i, (source, place) in enumerate(zip(sources, places)):
+        own = shape if source is fused.anchor else shape_where_read(fused, source)
+        wide = broadcast_strides(values[place].sizes, values[place].strides, own)
+        seen = view_strides(own, wide, shape)
+        if seen is None:
+            places[i] = spread(lowering, place, own, None)
+            seen = view_strides(own, dense_strides(own), shape)
+        strides.append(seen)
+    strides += [view_strides(values[r].sizes, values[r].strides, shape) for r in results]
     sizes, strides = collapse(shape, strides)
     loads = [Operand(s, st) for s, st in zip(sources, strides)]
     stores = [Operand(o, st) for o, st in zip(outputs, strides[len(loads) :])]

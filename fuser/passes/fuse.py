@@ -182,7 +182,18 @@ class _Region:
             return self.accepts_view(node)
         if not self.fusion.is_pointwise(node) or tensor_meta(node).shape != self.shape:
             return False
-        return compute_dtype(node) == self.dtype and self.small_enough(node)
+        return compute_dtype(node) == self.dtype and self.reads_alike(node) and self.small_enough(node)
+
+    def reads_alike(self, node: Node) -> bool:
+        """Whether what `node` reads from outside is broadcast against the same shape by all members that read it."""
+        shape = tensor_meta(node).shape
+        return all(
+            tensor_meta(user).shape == shape
+            for source in node.all_input_nodes
+            if source not in self.members
+            for user in source.users
+            if user in self.members
+        )
 
     def accepts_view(self, node: Node) -> bool:
         """A reshape of the anchor's dense result that leaves its elements in order."""
@@ -209,7 +220,8 @@ class _Region:
             if self.pattern is not None and self.seed in producer.users:
                 continue
             fits = tensor_meta(producer).shape == self.shape and compute_dtype(producer) == self.dtype
-            if fits and all(user in self.members for user in producer.users) and self.small_enough(producer):
+            only_here = all(user in self.members for user in producer.users)
+            if fits and only_here and self.reads_alike(producer) and self.small_enough(producer):
                 self.members.add(producer)
                 self.pull(producer)
 
