@@ -52,7 +52,6 @@ class KernelStep:
     arguments: list[int]
     writes: list[int]
     fused: str = ""
-    fallback: Callable[[], list] | None = None
 
     @property
     def reads(self) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fuser.codegen.plan import AtenStep, KernelStep, PackStep, Plan
-from fuser.fused import FusedNode, tensor_meta
+from fuser.fused import FusedNode
 from fuser.pipeline import Stages
 from fuser.runtime.memory import place
 
@@ -145,6 +145,3 @@ def _step_text(plan: Plan, step: Any) -> str:
     if isinstance(step, AtenStep):
         return f"{values(step.writes) or 'nothing'} = {step.op}({values(step.reads)})"
     return f"{values(step.outs)} = python {step.function}({values(step.values)})"
-
-
-__all__ = ["data", "dot", "tensor_meta", "text"]

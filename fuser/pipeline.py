@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuser import report, runtime
+from fuser import report
 from fuser.capture import capture
 from fuser.codegen import cache
 from fuser.codegen.lowering import Lowering
@@ -125,6 +125,3 @@ def stages_of(model: nn.Module | Callable, args: tuple, kwargs: dict) -> Stages:
     with torch.no_grad():
         rewrite(stages)
     return stages
-
-
-__all__ = ["Stages", "build", "compile", "compiled_entry", "rewrite", "runtime", "stages_of"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,11 +166,6 @@ def _writes_to_intermediate(node: Node) -> bool:
         return False
     written = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]
     return any(w and isinstance(v, Node) and v.op == "call_function" for w, v in zip(written, node.args))
-
-
-def size_in_bytes(value: torch.Tensor) -> int:
-    """Bytes of a dense tensor of `value`'s shape and dtype."""
-    return math.prod(value.shape) * value.element_size()
 
 
 def unchanged_copy(program: Program) -> Program:

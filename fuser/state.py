@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
-import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -213,11 +212,3 @@ def _is_library(function: types.FunctionType) -> bool:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def signature_of(function: Callable) -> inspect.Signature | None:
-    """The Python signature, or None where there is none to read."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None

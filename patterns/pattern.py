@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from fuser.fused import tensor_meta
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -68,3 +70,11 @@ def pattern_of(node: Node) -> Pattern | None:
 def registered_patterns() -> tuple[Pattern, ...]:
     """All patterns, in the order of their registration."""
     return tuple(_patterns)
+
+
+def floating_and_not_empty(node: Node) -> str | None:
+    """The guard of anchors whose kernels compute with real numbers."""
+    value = tensor_meta(node)
+    if not value.is_floating_point():
+        return f"{value.dtype} is left to ATen"
+    return "the result is empty" if value.numel() == 0 else None

@@ -25,29 +25,29 @@ def test_linear_shapes(rows: int, depth: int, columns: int, dtype: torch.dtype) 
 
 
 CONVOLUTIONS = {
-    "1d": (nn.Conv1d(5, 9, 3, padding=1), (3, 5, 17)),
-    "3d": (nn.Conv3d(3, 10, (2, 3, 1), padding=(1, 0, 0)), (2, 3, 5, 6, 4)),
-    "stride": (nn.Conv2d(4, 18, 3, stride=(2, 3), padding=1), (2, 4, 11, 13)),
-    "dilation": (nn.Conv2d(4, 8, 3, dilation=(1, 2), padding=2), (2, 4, 9, 9)),
-    "same": (nn.Conv2d(4, 8, (4, 3), padding="same"), (2, 4, 9, 7)),
-    "reflect": (nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"), (2, 4, 6, 6)),
-    "circular": (nn.Conv2d(4, 8, 3, padding=2, padding_mode="circular"), (2, 4, 6, 6)),
-    "1x1": (nn.Conv2d(33, 40, 1), (2, 33, 5, 7)),
-    "7x7 stride 2": (nn.Conv2d(3, 24, 7, stride=2, padding=3, bias=False), (1, 3, 20, 18)),
-    "groups": (nn.Conv2d(16, 32, 3, groups=4, padding=1), (2, 16, 6, 5)),
-    "narrow groups": (nn.Conv2d(12, 12, 3, groups=4), (2, 12, 6, 6)),
-    "depthwise": (nn.Conv2d(16, 16, 3, groups=16, padding=1), (2, 16, 6, 6)),
-    "transposed": (nn.ConvTranspose2d(6, 9, 3, stride=2, output_padding=1), (2, 6, 5, 5)),
-    "kernel as large as the image": (nn.Conv2d(3, 5, 6), (16, 3, 6, 6)),
-    "padding wider than the kernel": (nn.Conv2d(3, 7, 2, padding=3), (2, 3, 4, 4)),
-    "unbatched": (nn.Conv2d(3, 7, 3), (3, 6, 6)),
+    "1d": (lambda: nn.Conv1d(5, 9, 3, padding=1), (3, 5, 17)),
+    "3d": (lambda: nn.Conv3d(3, 10, (2, 3, 1), padding=(1, 0, 0)), (2, 3, 5, 6, 4)),
+    "stride": (lambda: nn.Conv2d(4, 18, 3, stride=(2, 3), padding=1), (2, 4, 11, 13)),
+    "dilation": (lambda: nn.Conv2d(4, 8, 3, dilation=(1, 2), padding=2), (2, 4, 9, 9)),
+    "same": (lambda: nn.Conv2d(4, 8, (4, 3), padding="same"), (2, 4, 9, 7)),
+    "reflect": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"), (2, 4, 6, 6)),
+    "circular": (lambda: nn.Conv2d(4, 8, 3, padding=2, padding_mode="circular"), (2, 4, 6, 6)),
+    "1x1": (lambda: nn.Conv2d(33, 40, 1), (2, 33, 5, 7)),
+    "7x7 stride 2": (lambda: nn.Conv2d(3, 24, 7, stride=2, padding=3, bias=False), (1, 3, 20, 18)),
+    "groups": (lambda: nn.Conv2d(16, 32, 3, groups=4, padding=1), (2, 16, 6, 5)),
+    "narrow groups": (lambda: nn.Conv2d(12, 12, 3, groups=4), (2, 12, 6, 6)),
+    "depthwise": (lambda: nn.Conv2d(16, 16, 3, groups=16, padding=1), (2, 16, 6, 6)),
+    "transposed": (lambda: nn.ConvTranspose2d(6, 9, 3, stride=2, output_padding=1), (2, 6, 5, 5)),
+    "kernel as large as the image": (lambda: nn.Conv2d(3, 5, 6), (16, 3, 6, 6)),
+    "padding wider than the kernel": (lambda: nn.Conv2d(3, 7, 2, padding=3), (2, 3, 4, 4)),
+    "unbatched": (lambda: nn.Conv2d(3, 7, 3), (3, 30, 30)),
 }
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolutions(case: str) -> None:
-    convolution, shape = CONVOLUTIONS[case]
-    model = nn.Sequential(copy.deepcopy(convolution), nn.SiLU())
+    make, shape = CONVOLUTIONS[case]
+    model = nn.Sequential(make(), nn.SiLU())
     report = compiled(check(model, torch.randn(shape)))
     assert any(e.pattern == "conv" and len(e.members) >= 2 for e in report.fused) or case == "unbatched", str(report)
     expected = "place" if case in ("narrow groups", "depthwise", "transposed") else "generated"

@@ -44,8 +44,9 @@ static inline __attribute__((always_inline)) void clear(vec (&acc)[R][V]) {
     for (int v = 0; v < V; ++v) acc[r][v] = vec{};
 }
 
-// Longer sums are made of partial ones, whose rounding errors don't pile up.
-constexpr int64_t depth_per_sum = 192;
+// Longer sums are made of partial ones, whose rounding errors don't pile up. For few columns the library takes dot
+// products in many short sums; to be as exact, so does a narrow tile.
+constexpr int64_t depth_per_sum(int vectors) { return vectors == 1 ? 24 : 192; }
 
 // How rows of output are divided among threads: blocks of rows that are a multiple of the tile.
 static inline int64_t block_of_rows(int64_t rows, int64_t tasks_wanted, int64_t tile, int64_t most) {
