@@ -164,6 +164,8 @@ def trace(function: Callable, examples: Sequence[FakeTensor]) -> GraphModule:
 def _writes_to_intermediate(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if node.target is torch.ops.aten.rrelu_with_noise.default:
+        return False  # its noise is a temporary that nothing else reads
     written = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]
     return any(w and isinstance(v, Node) and v.op == "call_function" for w, v in zip(written, node.args))
 
