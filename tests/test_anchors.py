@@ -34,6 +34,8 @@ CONVOLUTIONS = {
     "circular": (lambda: nn.Conv2d(4, 8, 3, padding=2, padding_mode="circular"), (2, 4, 6, 6)),
     "1x1": (lambda: nn.Conv2d(33, 40, 1), (2, 33, 5, 7)),
     "7x7 stride 2": (lambda: nn.Conv2d(3, 24, 7, stride=2, padding=3, bias=False), (1, 3, 20, 18)),
+    "few positions": (lambda: nn.Conv2d(130, 96, 3, padding=1), (1, 130, 2, 3)),
+    "few positions of several images": (lambda: nn.Conv2d(64, 120, 3, stride=2), (3, 64, 5, 5)),
     "groups": (lambda: nn.Conv2d(16, 32, 3, groups=4, padding=1), (2, 16, 6, 5)),
     "narrow groups": (lambda: nn.Conv2d(12, 12, 3, groups=4), (2, 12, 6, 6)),
     "depthwise": (lambda: nn.Conv2d(16, 16, 3, groups=16, padding=1), (2, 16, 6, 6)),

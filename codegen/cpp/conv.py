@@ -11,9 +11,10 @@ from torch.fx import Node
 from fuser.codegen.cpp import loops
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import render
+from fuser.codegen.cpp.matmul import FEW_ROWS, SMALL_WEIGHT, dot_source
 from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
-from fuser.codegen.plan import KernelStep, channels_last_strides
+from fuser.codegen.plan import AtenStep, KernelStep, Value, channels_last_strides, dense_strides, same_layout
 from fuser.fused import FusedNode, tensor_meta
 
 if TYPE_CHECKING:
@@ -62,7 +63,44 @@ class Convolution(Anchored):
             return "no channels"
         return None
 
+    def streams(self) -> bool:
+        """Whether the weight is best read once where it lies: few positions, a large weight that is dense."""
+        weight = self.lowering.plan.values[self.place_of(self.weight)]
+        positions = self.meta.shape[0] * math.prod(self.meta.shape[2:])
+        large = math.prod(weight.sizes) * self.meta.element_size() > SMALL_WEIGHT
+        dense = same_layout(weight.sizes, weight.strides, dense_strides(weight.sizes))
+        return self.spatial == 2 and self.groups == 1 and positions < FEW_ROWS and large and dense
+
+    def lower_streaming(self) -> None:
+        """Unfold the few windows and take dot products with the weight's lines: it is neither packed nor hashed."""
+        lowering, plan = self.lowering, self.lowering.plan
+        kernel, shape = plan.values[self.place_of(self.weight)].sizes[2:], tuple(self.meta.shape)
+        depth, positions = self.channels * math.prod(kernel), math.prod(shape[2:])
+        unfolded = plan.add(
+            Value("aten", (shape[0], depth, positions), dense_strides((shape[0], depth, positions)), self.meta.dtype)
+        )
+        windows = [list(kernel), self.dilation, self.pad, self.stride]
+        x = lowering.in_layout(self.outer[self.x], dense_strides(tuple(tensor_meta(self.x).shape)))
+        plan.steps.append(AtenStep(aten.im2col.default, [("value", x), *(("const", w) for w in windows)], [unfolded]))
+        sizes = (shape[0], positions, depth)
+        turned = plan.add(Value("view", sizes, (depth * positions, 1, positions), self.meta.dtype, base=unfolded))
+        rows = lowering.buffer(None, sizes, dense_strides(sizes), self.meta.dtype)
+        loops.copy(lowering, turned, rows)
+        results = [
+            lowering.buffer(None, shape, channels_last_strides(shape), tensor_meta(o).dtype)
+            for o in outputs_of(self.fused)
+        ]
+        last, grid = (0, *range(2, len(shape)), 1), (1, shape[0] * positions, shape[1])
+        body, places, strides = self.body_and_strides(grid, last, results)
+        name = loops.symbol_of(self.fused)
+        arguments = [shape[0] * positions, shape[1], depth, depth, depth, *strides]
+        values = [rows, self.place_of(self.weight), *places, *results]
+        plan.steps.append(KernelStep(name, dot_source(name, body), values, arguments, results, self.fused.name))
+        loops.define_results(lowering, self.node, results)
+
     def lower(self) -> None:
+        if self.streams():
+            return self.lower_streaming()
         lowering, values = self.lowering, self.lowering.plan.values
         x_shape = tuple(tensor_meta(self.x).shape)
         x = lowering.in_layout(self.outer[self.x], channels_last_strides(x_shape))
