@@ -86,7 +86,7 @@ def _need(module: str) -> Any:
 
 def _torch_call(unit: nn.Module, parameters: list[nn.Parameter], x: torch.Tensor, direction: str) -> Prepared:
     if direction == "forward":
-        return Prepared(functools.partial(unit, x), lambda y: [y.numpy()])
+        return Prepared(functools.partial(unit, x), lambda y: [y.detach().numpy()])
 
     def gradient() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(unit(x), parameters)

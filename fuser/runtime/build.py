@@ -61,8 +61,8 @@ def binary_path() -> Path:
 
 
 def _build(tool: compiler.Compiler, path: Path) -> None:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock"), timeout=BUILD_TIMEOUT):
             if cache.verified(path):
                 return
