@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fuser.codegen.cpp import loops
 from fuser.codegen.cpp.anchor import Anchored
-from fuser.codegen.cpp.anchored import render
+from fuser.codegen.cpp.anchored import render, vector_width
 from fuser.codegen.cpp.matmul import FEW_ROWS, SMALL_WEIGHT, dot_source
 from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
@@ -59,6 +59,8 @@ class Convolution(Anchored):
             return f"{self.spatial} spatial axes"
         if self.groups > 1 and (self.columns < 8 or self.channels < 4):
             return "groups too narrow for a vector of channels"
+        if self.columns < vector_width(self.meta.dtype) / 2:
+            return "too few output channels for a vector"
         if self.channels == 0:
             return "no channels"
         return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 # Weights up to this many bytes are packed for generated kernels; beyond it the library's blocking wins.
-LARGEST_PACKED_WEIGHT = 2 << 20
+LARGEST_PACKED_WEIGHT = 768 << 10
 # With fewer rows than this a product only streams its weight, which a packed copy would make it read twice.
 FEW_ROWS = 16
 SMALL_WEIGHT = 256 << 10
