@@ -1,13 +1,14 @@
 // Signatures, guards and the table. Everything here runs under the GIL.
 #include "dispatch.h"
 
+#include <ATen/Context.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Device.h>
 
 #include <cstring>
 
@@ -22,7 +23,7 @@ namespace {
 
 PyObject* parameter_class = nullptr;
 
-enum Token : uint64_t { TupleOf = 1, ListOf, DictOf, OrderedDictOf, NamedTupleOf, None, Bool, Int, Float, Text, Object, TensorOf };
+enum Token : uint64_t { TupleOf = 1, ListOf, DictOf, OrderedDictOf, NamedTupleOf, None, Bool, Int, Float, Text, Object, TensorOf, Device };
 
 PyObject* ordered_dict_class() {
   static PyObject* cls = [] {
@@ -55,15 +56,16 @@ void Call::add_context() {
   words.push_back(tls.excluded_.raw_repr());
   const uint64_t flags = (c10::GradMode::is_enabled() ? 1 : 0) | (c10::InferenceMode::is_enabled() ? 2 : 0) |
                          (at::impl::PythonTorchFunctionTLS::stack_len() > 0 ? 4 : 0) |
-                         (c10::impl::TorchDispatchModeTLS::stack_len() > 0 ? 8 : 0);
+                         (c10::impl::TorchDispatchModeTLS::stack_len() > 0 ? 8 : 0) |
+                         (at::globalContext().deterministicAlgorithms() ? 16 : 0);
   words.push_back(flags | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype()) << 8 |
                   static_cast<uint64_t>(at::autocast::get_autocast_dtype(at::kCPU)) << 16);
 }
 
 void Call::add_tensor(PyObject* object, bool captured) {
   const bool is_parameter = reinterpret_cast<PyObject*>(Py_TYPE(object)) == parameter_class;
-  const bool plain = is_parameter || reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass;
-  const at::Tensor& t = THPVariable_Unpack(object);
+  const bool plain = is_parameter || reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_class();
+  const at::Tensor& t = unpack(object);
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   const c10::DispatchKeySet keys = impl->key_set();
   const bool wrapped = !plain || impl->has_symbolic_sizes_strides() || keys.has(c10::DispatchKey::Python) ||
@@ -87,7 +89,7 @@ void Call::add_tensor(PyObject* object, bool captured) {
 // False (with `unsupported` set) for an object whose later changes nobody would notice.
 bool Call::add(PyObject* object, int depth) {
   PyTypeObject* type = Py_TYPE(object);
-  if (THPVariable_Check(object)) {
+  if (is_tensor(object)) {
     add_tensor(object, false);
     tensors.push_back(object);
   } else if (object == Py_None) {
@@ -114,6 +116,10 @@ bool Call::add(PyObject* object, int depth) {
     const size_t start = words.size();
     words.resize(start + (size + 7) / 8, 0);
     std::memcpy(words.data() + start, data, size);
+  } else if (THPDevice_Check(object)) {
+    const at::Device device = reinterpret_cast<THPDevice*>(object)->device;
+    words.push_back(Device | static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 8 |
+                    static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 16);
   } else if (depth > 32) {
     unsupported = "arguments nested more than 32 deep";
     return false;
@@ -175,14 +181,18 @@ bool Guard::holds() const {
 }
 
 std::shared_ptr<Entry> Table::find(std::string_view signature) {
-  const auto found = entries_.find(signature);
-  if (found == entries_.end()) return nullptr;
-  found->second->last_used = ++clock_;
-  return found->second;
+  if (latest_ == nullptr || latest_->first != signature) {
+    const auto found = entries_.find(signature);
+    if (found == entries_.end()) return nullptr;
+    latest_ = &*found;
+  }
+  latest_->second->last_used = ++clock_;
+  return latest_->second;
 }
 
 void Table::add(std::string signature, std::shared_ptr<Entry> entry) {
   entry->last_used = ++clock_;
+  latest_ = nullptr;
   if (entries_.size() >= capacity_ && entries_.find(signature) == entries_.end()) {
     auto oldest = entries_.begin();
     for (auto i = entries_.begin(); i != entries_.end(); ++i)
@@ -192,7 +202,7 @@ void Table::add(std::string signature, std::shared_ptr<Entry> entry) {
   entries_[std::move(signature)] = std::move(entry);
 }
 
-Template read_template(PyObject* item) {
+Template read_template(PyObject* item, size_t results) {
   static const char* const kinds[] = {"tensor", "tuple", "list", "dict", "const", "call"};
   TORCH_CHECK_VALUE(PyTuple_Check(item) && PyTuple_GET_SIZE(item) >= 2, "a result's structure is a tuple (kind, content)");
   const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(item, 0));
@@ -206,6 +216,7 @@ Template read_template(PyObject* item) {
   if (t.kind == Template::Tensor) {
     t.index = PyLong_AsSsize_t(content);
     if (PyErr_Occurred()) throw PythonError();
+    TORCH_CHECK_VALUE(t.index >= 0 && static_cast<size_t>(t.index) < results, "the plan has no result ", t.index);
     return t;
   }
   if (t.kind == Template::Constant || t.kind == Template::Call) t.object = Ref::borrow(content);
@@ -222,7 +233,7 @@ Template read_template(PyObject* item) {
       t.keys.push_back(Ref::borrow(PyTuple_GET_ITEM(child, 0)));
       child = PyTuple_GET_ITEM(child, 1);
     }
-    t.children.push_back(read_template(child));
+    t.children.push_back(read_template(child, results));
   }
   return t;
 }

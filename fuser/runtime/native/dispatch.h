@@ -15,7 +15,8 @@ struct Template {
   Ref object;
 };
 
-Template read_template(PyObject* item);
+// Raises ValueError for a structure of the wrong form, or one that mentions a result past the last.
+Template read_template(PyObject* item, size_t results);
 
 struct Entry {
   std::shared_ptr<Plan> plan;            // null: this signature runs eagerly
@@ -37,9 +38,11 @@ class Table {
     using is_transparent = void;
     size_t operator()(std::string_view s) const { return std::hash<std::string_view>()(s); }
   };
+  using Entries = std::unordered_map<std::string, std::shared_ptr<Entry>, Hash, std::equal_to<>>;
   size_t capacity_;
   uint64_t clock_ = 0;
-  std::unordered_map<std::string, std::shared_ptr<Entry>, Hash, std::equal_to<>> entries_;
+  Entries entries_;
+  Entries::value_type* latest_ = nullptr;  // what was found last, which is mostly what is asked for next
 };
 
 // One thing that must be as it was when the plans were bound.

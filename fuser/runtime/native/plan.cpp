@@ -7,20 +7,20 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/SmallVector.h>
-#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
 
 namespace fuser {
 
 // What one run of a plan needs besides the plan.
 struct Frame {
-  const std::vector<at::Tensor>& inputs;
+  Inputs inputs;
   char* arena;
   int threads;
   PyThreadState* released = nullptr;     // set while the GIL is given up
   c10::SmallVector<void*, 32> data;      // per value: where its root's memory begins
   c10::SmallVector<at::Tensor, 8> tensors;
-  std::vector<std::shared_ptr<const Packed>> packed;
+  c10::SmallVector<std::shared_ptr<const Packed>, 4> packed;
 };
 
 namespace {
@@ -59,19 +59,19 @@ class GilReleased {
 
 }  // namespace
 
-std::vector<at::Tensor> Plan::run(const std::vector<at::Tensor>& given) const {
+Tensors Plan::run(Inputs given) const {
   check_inputs(given);
   ArenaPool::Lease lease(arenas_.get(), arena_bytes_);
   Frame frame{given, lease.data(), thread_count()};
   frame.data.resize(values.size());
   frame.tensors.resize(values.size());
-  std::vector<at::Tensor> results(outputs.size());
+  Tensors results(outputs.size());
   WithoutAutocast without_autocast;
   GilReleased released(frame, release_gil_);
   for (size_t i = 0; i < values.size(); ++i) {
     const Value& v = values[i];
     switch (v.kind) {
-      case Value::Input: frame.data[i] = given[v.index].mutable_data_ptr(); break;
+      case Value::Input: frame.data[i] = given[v.index]->mutable_data_ptr(); break;
       case Value::Constant: frame.data[i] = v.constant.mutable_data_ptr(); break;
       case Value::Arena: frame.data[i] = frame.arena + v.offset; break;
       case Value::Fresh:
@@ -95,10 +95,43 @@ std::vector<at::Tensor> Plan::run(const std::vector<at::Tensor>& given) const {
   return results;
 }
 
-void Plan::check_inputs(const std::vector<at::Tensor>& given) const {
+void Plan::check_inputs(Inputs given) const {
   TORCH_CHECK_VALUE(given.size() == inputs, "the plan takes ", inputs, " tensors, got ", given.size());
-  for (const at::Tensor& t : given)
-    TORCH_CHECK_VALUE(t.defined() && t.device().is_cpu() && t.layout() == at::kStrided, "plans take dense CPU tensors");
+  for (const at::Tensor* t : given)
+    TORCH_CHECK_VALUE(t->defined() && t->device().is_cpu() && t->layout() == at::kStrided, "plans take dense CPU tensors");
+}
+
+void Plan::check_layouts(Inputs given) const {
+  check_inputs(given);
+  for (const Value& v : values) {
+    if (v.kind != Value::Input) continue;
+    const at::Tensor& t = *given[v.index];
+    TORCH_CHECK_VALUE(t.scalar_type() == v.dtype && same_layout(t, v), "input ", v.index, " of the plan is ", v.dtype,
+                      " of shape ", at::IntArrayRef(v.sizes), " with strides ", at::IntArrayRef(v.strides), ", got ", t.scalar_type(), " of shape ",
+                      t.sizes(), " with strides ", t.strides());
+  }
+}
+
+bool Plan::writes_shared_memory(Inputs given) const {
+  if (written_.empty() || given.size() != inputs) return false;
+  struct Span { uintptr_t begin, end; bool written; };
+  c10::SmallVector<Span, 16> spans;
+  for (size_t i = 0; i < given.size(); ++i) {
+    const at::Tensor& t = *given[i];
+    if (t.numel() == 0) continue;
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    spans.push_back({begin, begin + (last + 1) * t.element_size(), written_[i]});
+  }
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  uintptr_t any_end = 0, written_end = 0;
+  for (const Span& s : spans) {
+    if (s.begin < (s.written ? any_end : written_end)) return true;
+    any_end = std::max(any_end, s.end);
+    if (s.written) written_end = std::max(written_end, s.end);
+  }
+  return false;
 }
 
 void Plan::execute(Frame& frame) const {
@@ -128,7 +161,7 @@ void* Plan::pointer_of(int value, Frame& frame) const {
 at::Tensor Plan::tensor_of(int value, Frame& frame) const {
   const Value& v = values[value];
   switch (v.kind) {
-    case Value::Input: return frame.inputs[v.index];
+    case Value::Input: return *frame.inputs[v.index];
     case Value::Constant: return v.constant;
     case Value::Fresh:
     case Value::Aten: return frame.tensors[value];
@@ -147,7 +180,7 @@ void Plan::set_result(int value, at::Tensor tensor, Frame& frame, const std::str
   const Value& v = values[value];
   TORCH_CHECK(tensor.defined() && tensor.scalar_type() == v.dtype && tensor.sizes().equals(v.sizes), name, " gave ",
               tensor.defined() ? tensor.toString() : "nothing", " of shape ", tensor.defined() ? tensor.sizes() : at::IntArrayRef{},
-              " where the trace had shape ", v.sizes);
+              " where the trace had shape ", at::IntArrayRef(v.sizes));
   // The kernels were made for the strides that the trace promised.
   if (!same_layout(tensor, v)) {
     at::Tensor expected = at::empty_strided(v.sizes, v.strides, tensor.options());
@@ -185,7 +218,7 @@ void Plan::run_aten(const Step& step, Frame& frame) const {
     for (const Argument& a : step.call) stack.push_back(resolve(a, frame));
     step.op->callBoxed(&stack);
   }
-  std::vector<at::Tensor> results;
+  Tensors results;
   for (c10::IValue& result : stack) {
     if (result.isTensorList())
       for (const at::Tensor& t : result.toTensorVector()) results.push_back(t);
@@ -226,20 +259,26 @@ void Plan::run_python(const Step& step, Frame& frame) const {
   Ref arguments(PyTuple_New(static_cast<Py_ssize_t>(step.values.size())));
   if (!arguments) throw PythonError();
   for (size_t i = 0; i < step.values.size(); ++i)
-    PyTuple_SET_ITEM(arguments.get(), i, THPVariable_Wrap(tensor_of(step.values[i], frame)));
+    PyTuple_SET_ITEM(arguments.get(), i, wrap(tensor_of(step.values[i], frame)));
   Ref result(PyObject_CallObject(step.callable.get(), arguments.get()));
   if (!result) throw PythonError();
-  if (THPVariable_Check(result.get())) {
-    set_result(step.outs[0], THPVariable_Unpack(result.get()), frame, "a Python step");
-    return;
+  PyObject* const* items = nullptr;
+  PyObject* single = result.get();
+  size_t count = 1;
+  if (is_tensor(single)) {
+    items = &single;
+  } else if (PyTuple_Check(single) || PyList_Check(single)) {
+    items = PySequence_Fast_ITEMS(single);
+    count = PySequence_Fast_GET_SIZE(single);
   }
-  Ref sequence(PySequence_Fast(result.get(), "a Python step must return a tensor or a sequence of tensors"));
-  if (!sequence) throw PythonError();
-  TORCH_CHECK_VALUE(PySequence_Fast_GET_SIZE(sequence.get()) == static_cast<Py_ssize_t>(step.outs.size()),
-                    "a Python step returned another number of tensors than in the trace");
-  for (size_t i = 0; i < step.outs.size(); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(sequence.get(), i);
-    if (step.outs[i] >= 0) set_result(step.outs[i], THPVariable_Unpack(item), frame, "a Python step");
+  TORCH_CHECK_TYPE(items != nullptr, "a Python step must return a tensor, or a tuple or list of tensors, not ",
+                   Py_TYPE(single)->tp_name);
+  TORCH_CHECK_VALUE(count == step.outs.size(), "a Python step returned ", count, " tensors where the trace had ",
+                    step.outs.size());
+  for (size_t i = 0; i < count; ++i) {
+    if (step.outs[i] < 0) continue;
+    TORCH_CHECK_TYPE(is_tensor(items[i]), "a Python step returned ", Py_TYPE(items[i])->tp_name, " instead of a tensor");
+    set_result(step.outs[i], unpack(items[i]), frame, "a Python step");
   }
 }
 

@@ -1,10 +1,9 @@
 // A compiled program: values, steps, and the memory they run in. See fuser/runtime/executable.py for the specification.
 #pragma once
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "torch_python.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <memory>
@@ -134,12 +133,25 @@ struct Step {
 
 struct Frame;
 
+// Few enough in most calls that none of them needs the heap.
+using Tensors = c10::SmallVector<at::Tensor, 8>;
+
+// A plan's inputs, which the caller keeps alive by their Python objects: to copy a tensor that only Python owns costs
+// more than all the rest, because torch then takes the GIL to count its own reference to the Python object.
+using Inputs = at::ArrayRef<const at::Tensor*>;
+
 class Plan {
  public:
   Plan(PyObject* spec, std::shared_ptr<PackStore> packs, std::shared_ptr<ArenaPool> arenas);
 
   // Results in order. Must be called with the GIL; gives it up meanwhile if the plan is long.
-  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const;
+  // The layouts must be those of the trace, which a signature tells; `check_layouts` is for callers without one.
+  Tensors run(Inputs given) const;
+  void check_layouts(Inputs given) const;
+
+  // Whether memory that the plan writes in place may belong to another of the inputs too. The trace took every input
+  // for memory of its own, so such a call must run eagerly.
+  bool writes_shared_memory(Inputs given) const;
 
   size_t inputs = 0;
   std::vector<int> outputs;
@@ -151,7 +163,9 @@ class Plan {
   Argument read_argument(PyObject* item, const c10::TypePtr& type, const std::string& op, const std::string& name);
   int value_id(PyObject* item) const;
   void find_releases();
-  void check_inputs(const std::vector<at::Tensor>& given) const;
+  void check_order() const;
+  void note_writes(const Step& step);
+  void check_inputs(Inputs given) const;
   void execute(Frame& frame) const;
   void run_aten(const Step& step, Frame& frame) const;
   void run_pack(const Step& step, Frame& frame) const;
@@ -162,14 +176,19 @@ class Plan {
   void* pointer_of(int value, Frame& frame) const;
 
   std::vector<Step> steps_;
-  std::vector<int> fresh_;
+  std::vector<bool> written_;            // per input, whether a step writes it in place; empty if none is
   size_t arena_bytes_ = 0;
   bool release_gil_ = false;
   std::shared_ptr<PackStore> packs_;
   std::shared_ptr<ArenaPool> arenas_;
 };
 
-c10::IValue convert(PyObject* object, const c10::TypePtr& type, std::optional<int32_t> length);
+// Calls `visit(value)` for every value that an argument of an ATen step mentions.
+template <class F>
+void for_each_value(const Argument& argument, F&& visit) {
+  if (argument.kind == Argument::Value) visit(argument.value);
+  for (const Argument& child : argument.list) for_each_value(child, visit);
+}
 
 int thread_count();
 

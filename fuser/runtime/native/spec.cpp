@@ -2,18 +2,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <pthread.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "plan.h"
-
-#include <functional>
-
-// Declared here alone: its own header takes half a minute to compile.
-namespace torch::jit {
-c10::IValue toIValue(pybind11::handle object, const c10::TypePtr& type, std::optional<int32_t> length);
-}
 
 namespace fuser {
 
@@ -41,6 +32,12 @@ void* address(PyObject* object) {
   if (PyErr_Occurred()) throw PythonError();
   TORCH_CHECK_VALUE(value != nullptr, "a kernel's address is 0");
   return value;
+}
+
+size_t size(PyObject* object, const char* what) {
+  const int64_t value = integer(object);
+  TORCH_CHECK_VALUE(value >= 0, what, " can't be negative, got ", value);
+  return static_cast<size_t>(value);
 }
 
 std::string text(PyObject* object) {
@@ -86,16 +83,12 @@ int thread_count() {
   return at::get_num_threads();
 }
 
-c10::IValue convert(PyObject* object, const c10::TypePtr& type, std::optional<int32_t> length) {
-  return torch::jit::toIValue(pybind11::handle(object), type, length);
-}
-
 Plan::Plan(PyObject* spec, std::shared_ptr<PackStore> packs, std::shared_ptr<ArenaPool> arenas)
     : packs_(std::move(packs)), arenas_(std::move(arenas)) {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   (void)registered;
-  inputs = integer(field(spec, "inputs"));
-  arena_bytes_ = integer(field(spec, "arena_bytes"));
+  inputs = size(field(spec, "inputs"), "the number of inputs");
+  arena_bytes_ = size(field(spec, "arena_bytes"), "an arena's size");
   release_gil_ = PyObject_IsTrue(field(spec, "release_gil")) == 1;
   PyObject* list = field(spec, "values");
   for (Py_ssize_t i = 0; i < length_of(list); ++i) read_value(item_of(list, i));
@@ -103,6 +96,7 @@ Plan::Plan(PyObject* spec, std::shared_ptr<PackStore> packs, std::shared_ptr<Are
   for (Py_ssize_t i = 0; i < length_of(list); ++i) read_step(item_of(list, i));
   list = field(spec, "outputs");
   for (Py_ssize_t i = 0; i < length_of(list); ++i) outputs.push_back(value_id(item_of(list, i)));
+  check_order();
   find_releases();
 }
 
@@ -120,6 +114,7 @@ void Plan::read_value(PyObject* item) {
     v.sizes = integers(item_of(item, from));
     v.strides = integers(item_of(item, from + 1));
     TORCH_CHECK_VALUE(v.sizes.size() == v.strides.size(), "a value has ", v.sizes.size(), " sizes and ", v.strides.size(), " strides");
+    for (int64_t n : v.sizes) TORCH_CHECK_VALUE(n >= 0, "a value has the negative size ", n);
   };
   if (kind == "input") {
     v.kind = Value::Input;
@@ -129,8 +124,8 @@ void Plan::read_value(PyObject* item) {
     v.dtype = dtype(item_of(item, 4));
   } else if (kind == "constant") {
     v.kind = Value::Constant;
-    TORCH_CHECK_VALUE(THPVariable_Check(item_of(item, 1)), "a constant must be a tensor");
-    v.constant = THPVariable_Unpack(item_of(item, 1));
+    TORCH_CHECK_VALUE(is_tensor(item_of(item, 1)), "a constant must be a tensor");
+    v.constant = unpack(item_of(item, 1));
     v.sizes = v.constant.sizes().vec();
     v.strides = v.constant.strides().vec();
     v.dtype = v.constant.scalar_type();
@@ -156,7 +151,7 @@ void Plan::read_value(PyObject* item) {
   } else if (kind == "packed") {
     v.kind = Value::Packed_;
     v.slot = packs_->slot(text(item_of(item, 1)));
-    v.nbytes = integer(item_of(item, 2));
+    v.nbytes = size(item_of(item, 2), "a packed weight's size");
   } else {
     TORCH_CHECK_VALUE(false, "a value of unknown kind ", kind);
   }
@@ -205,6 +200,7 @@ void Plan::read_step(PyObject* item) {
       step.call.push_back(read_argument(item_of(given, i), arguments[i].real_type(), step.name, arguments[i].name()));
     outs(4);
     step.below_autograd = PyObject_IsTrue(item_of(item, 5)) == 1;
+    note_writes(step);
   } else if (kind == "python") {
     step.kind = Step::Python;
     step.callable = Ref::borrow(item_of(item, 1));
@@ -244,12 +240,47 @@ Argument Plan::read_argument(PyObject* item, const c10::TypePtr& type, const std
       return argument;
     }
     try {
-      argument.constant = convert(content, type, std::nullopt);
+      argument.constant = convert(content, type);
     } catch (const std::exception& error) {
       TORCH_CHECK_VALUE(false, op, ": argument ", name, " can't be converted to ", type->str(), ": ", error.what());
     }
   }
   return argument;
+}
+
+void Plan::note_writes(const Step& step) {
+  const auto& arguments = step.op->schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].alias_info() == nullptr || !arguments[i].alias_info()->isWrite()) continue;
+    for_each_value(step.call[i], [&](int v) {
+      const Value& root = values[values[v].root];
+      if (root.kind != Value::Input) return;
+      written_.resize(inputs);
+      written_[root.index] = true;
+    });
+  }
+}
+
+// A kernel that reads a value before the step that makes it would follow a null pointer.
+void Plan::check_order() const {
+  std::vector<bool> made(values.size());
+  for (size_t v = 0; v < values.size(); ++v) made[v] = values[v].kind != Value::Aten && values[v].kind != Value::Packed_;
+  const auto check = [&](int v) { TORCH_CHECK_VALUE(made[values[v].root], "value ", v, " is read before any step makes it"); };
+  for (const Step& step : steps_) {
+    if (step.kind == Step::Pack) {
+      check(step.values[0]);
+      made[step.values[1]] = true;
+      continue;
+    }
+    for (int v : step.values) check(v);
+    for (const Argument& a : step.call) for_each_value(a, check);
+    for (int v : step.outs)
+      if (v >= 0) made[v] = true;
+  }
+  for (int v : outputs) {
+    TORCH_CHECK_VALUE(values[v].kind != Value::Packed_, "a packed weight can't be a result");
+    check(v);
+  }
 }
 
 void Plan::find_releases() {
@@ -258,15 +289,11 @@ void Plan::find_releases() {
     int& last = last_use[values[value].root];
     last = std::max(last, position);
   };
-  std::function<void(const Argument&, int)> walk = [&](const Argument& a, int position) {
-    if (a.kind == Argument::Value) use(a.value, position);
-    for (const Argument& child : a.list) walk(child, position);
-  };
   for (int position = 0; position < static_cast<int>(steps_.size()); ++position) {
     for (int v : steps_[position].values) use(v, position);
     for (int v : steps_[position].outs)
       if (v >= 0) use(v, position);
-    for (const Argument& a : steps_[position].call) walk(a, position);
+    for (const Argument& a : steps_[position].call) for_each_value(a, [&](int v) { use(v, position); });
   }
   for (int v : outputs) use(v, static_cast<int>(steps_.size()));
   for (size_t v = 0; v < values.size(); ++v)
