@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fuser.codegen.cpp import loops, pack
 from fuser.codegen.cpp.anchor import Anchored
-from fuser.codegen.cpp.anchored import render
+from fuser.codegen.cpp.anchored import render, vector_width
 from fuser.codegen.epilogue import outputs_of
 from fuser.codegen.kernel import Body
 from fuser.codegen.plan import KernelStep, dense_strides
@@ -27,13 +27,34 @@ FEW_ROWS = 16
 SMALL_WEIGHT = 256 << 10
 
 
-def source(name: str, body: Body, columns: int) -> str:
+# A product whose columns fit one panel and whose depth is at most this gets a kernel with both as constants.
+TINY_DEPTH = 64
+
+
+def source(name: str, body: Body, columns: int, depth: int) -> str:
     """C++ for `name(ptrs, args, threads)`.
 
     ptrs: x, packed panels (see `pack`), then the body's loads and stores, whose steps run over (batch, row, column).
     args: batches, rows, columns, depth, x batch stride, x row stride, packed batch stride, then three strides each.
     """
-    return render("matmul.cpp.j2", name, body, columns, first_pointer=2, first_stride="(args + 7)")
+    tiny = columns <= 3 * vector_width(body.dtype) and depth <= TINY_DEPTH
+    return render(
+        "matmul.cpp.j2",
+        name,
+        body,
+        columns,
+        first_pointer=2,
+        first_stride="(args + 7)",
+        sizes=(columns, depth) if tiny else None,
+        paired=tiny and _paired(columns, depth, body.dtype),
+    )
+
+
+def _paired(columns: int, depth: int, dtype: torch.dtype) -> bool:
+    """Whether two rows share the register of their last, at most half used vector (AVX2's 32-byte ones)."""
+    width = vector_width(dtype)
+    one_sum = columns > width or depth <= 24  # as `depth_per_sum` in tile.h
+    return width * dtype.itemsize == 32 and 0 < columns % width <= width // 2 and one_sum
 
 
 def dot_source(name: str, body: Body) -> str:
@@ -116,7 +137,7 @@ class Product(Anchored):
             0 if shared else per_batch,
             *strides,
         ]
-        code = source(name, body, self.columns)
+        code = source(name, body, self.columns, self.depth)
         lowering.plan.steps.append(
             KernelStep(name, code, [x, packed, *places, *results], arguments, results, self.fused.name)
         )

@@ -248,7 +248,8 @@ PyObject* dispatcher_signature(PyObject* object, PyObject* parameters) {
 
 // `__call__` of optimised modules: straight to the dispatcher unless a hook wants nn.Module's own way.
 PyObject* module_call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  Ref dispatcher(PyObject_GetAttr(self, dispatcher_attribute));
+  // Past nn.Module's `__getattr__`: the attribute is a slot of the class.
+  Ref dispatcher(PyObject_GenericGetAttr(self, dispatcher_attribute));
   if (!dispatcher) return nullptr;
   if (Py_TYPE(dispatcher.get()) == dispatcher_type) {
     auto* d = reinterpret_cast<Dispatcher*>(dispatcher.get());

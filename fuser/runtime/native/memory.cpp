@@ -9,6 +9,8 @@
 #include <cstring>
 #include <new>
 
+#include <c10/core/CPUAllocator.h>
+
 #include "plan.h"
 
 namespace fuser {
@@ -51,6 +53,62 @@ ArenaPool::Block ArenaPool::take(size_t size) {
 void ArenaPool::give_back(Block block) {
   std::lock_guard<std::mutex> lock(mutex_);
   free_.push_back(block);
+}
+
+// Small results come and go by the million: blocks of a few sizes are kept instead of given back to malloc, which
+// consolidates its heap over and over for the larger of them. A busy lock (or one that a fork left locked) is not
+// waited for.
+namespace {
+
+constexpr int smallest_block = 6, size_classes = 11;  // 64 bytes to 64 KiB
+constexpr int most_kept = 16;
+
+struct KeptBlocks {
+  std::mutex mutex;
+  void* block[size_classes][most_kept];
+  int count[size_classes] = {};
+};
+KeptBlocks& kept_blocks() {
+  static KeptBlocks* kept = new KeptBlocks;  // never destroyed: tensors may outlive everything
+  return *kept;
+}
+
+template <int size_class>
+void recycle(void* data) {
+  KeptBlocks& kept = kept_blocks();
+  std::unique_lock<std::mutex> lock(kept.mutex, std::try_to_lock);
+  if (lock && kept.count[size_class] < most_kept)
+    kept.block[size_class][kept.count[size_class]++] = data;
+  else
+    std::free(data);
+}
+
+struct ResultAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    static constexpr c10::DeleterFnPtr deleters[size_classes] = {recycle<0>, recycle<1>, recycle<2>, recycle<3>,
+                                                                 recycle<4>, recycle<5>, recycle<6>, recycle<7>,
+                                                                 recycle<8>, recycle<9>, recycle<10>};
+    int size_class = 0;
+    while (size_class < size_classes && size > size_t{1} << (size_class + smallest_block)) ++size_class;
+    if (size == 0 || size_class == size_classes || c10::memoryProfilingEnabled())
+      return c10::GetDefaultCPUAllocator()->allocate(size);
+    void* data = nullptr;
+    KeptBlocks& kept = kept_blocks();
+    {
+      std::unique_lock<std::mutex> lock(kept.mutex, std::try_to_lock);
+      if (lock && kept.count[size_class] > 0) data = kept.block[size_class][--kept.count[size_class]];
+    }
+    if (data == nullptr) data = fuser::allocate(size_t{1} << (size_class + smallest_block));
+    return {data, data, deleters[size_class], at::kCPU};
+  }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+};
+
+}  // namespace
+
+c10::Allocator* result_allocator() {
+  static ResultAllocator* allocator = new ResultAllocator;
+  return allocator;
 }
 
 Packed::Packed(size_t size) : hash{0, 0}, data(allocate(std::max<size_t>(size, 64))) {}

@@ -75,7 +75,8 @@ Tensors Plan::run(Inputs given) const {
       case Value::Constant: frame.data[i] = v.constant.mutable_data_ptr(); break;
       case Value::Arena: frame.data[i] = frame.arena + v.offset; break;
       case Value::Fresh:
-        frame.tensors[i] = at::detail::empty_strided_cpu(v.sizes, v.strides, v.dtype);
+        frame.tensors[i] = at::detail::empty_strided_generic(v.sizes, v.strides, result_allocator(),
+                                                             c10::DispatchKeySet(c10::DispatchKey::CPU), v.dtype);
         frame.data[i] = frame.tensors[i].mutable_data_ptr();
         break;
       default: break;

@@ -67,6 +67,9 @@ class ArenaPool {
   std::vector<Block> free_;
 };
 
+// Where the memory of results comes from.
+c10::Allocator* result_allocator();
+
 // Packed copies of weights, by key. An entry is replaced when the weight's content has changed.
 struct Packed {
   uint64_t hash[2];
