@@ -161,6 +161,24 @@ def trace(function: Callable, examples: Sequence[FakeTensor]) -> GraphModule:
         return module
 
 
+class LazyGraphModule(GraphModule):
+    """A GraphModule that generates its code when it is first called or its `code` is asked for: most are only read."""
+
+    def recompile(self) -> None:
+        self.__dict__.pop("_code", None)
+        type(self).forward = LazyGraphModule.forward
+
+    def forward(self, *args: Any) -> Any:
+        super().recompile()
+        return self.forward(*args)
+
+    @property
+    def code(self) -> str:
+        if "_code" not in self.__dict__:
+            super().recompile()
+        return self._code
+
+
 def _writes_to_intermediate(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -174,7 +192,7 @@ def unchanged_copy(program: Program) -> Program:
     """The same program with a graph of its own, for a pass to work on."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(program.graph_module.graph, {}))
-    return replace(program, graph_module=GraphModule(program.graph_module, graph))
+    return replace(program, graph_module=LazyGraphModule(program.graph_module, graph))
 
 
 def _is_real(value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from fuser.fused import FusedNode, Operation, tensor_meta
 from fuser.passes.canonicalise import is_pure
 from fuser.patterns import Pattern, compute_dtype, operation, pattern_of
-from fuser.program import Program, unchanged_copy
+from fuser.program import LazyGraphModule, Program, unchanged_copy
 
 aten = torch.ops.aten
 # Where such an operation maps dense memory to dense memory, it only renames rows and columns.
@@ -123,7 +123,7 @@ class _Fusion:
         results = tuple(copies[n] for n in outputs)
         graph.output(results[0] if len(results) == 1 else results)
         name = self.unique(region.chain(members))
-        subgraph = GraphModule(torch.nn.Module(), graph, class_name=name)
+        subgraph = LazyGraphModule(torch.nn.Module(), graph, class_name=name)
         kind = region.pattern.name if region.pattern else "pointwise"
         return FusedNode(name, kind, subgraph, copies[region.seed] if region.pattern else None)
 
