@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _HOME = {
     "optimize": "fuser.optimized",
     "OptimizedModule": "fuser.optimized",
-    "FuserWarning": "fuser.optimized",
+    "FuserWarning": "fuser.differentiable",
     "Report": "fuser.report",
     "Pattern": "fuser.patterns.pattern",
     "register_pattern": "fuser.patterns.pattern",

@@ -20,12 +20,15 @@ class CaptureError(Exception):
     """The model can't be traced; the message says why, for the report."""
 
 
-def capture(model: nn.Module | Callable, args: tuple, kwargs: dict, captured: Sequence[Captured]) -> Program:
+def capture(
+    model: nn.Module | Callable, args: tuple, kwargs: dict, captured: Sequence[Captured], derivatives: bool = False
+) -> Program:
     """Trace `model(*args, **kwargs)`.
 
     `captured` are the model's own tensors as `fuser.state.observe` found them; they become the first inputs, the
     tensors among the arguments (tuples, lists and dicts are walked in order) the others. The trace is specialised to
-    their shapes, strides and dtypes, and to every other argument's value.
+    their shapes, strides and dtypes, and to every other argument's value. With `derivatives` the program may be
+    differentiated: what the model computes under `no_grad` is detached in the graph.
 
     Raises `CaptureError` when the model can't be traced: control flow that depends on data, an operation without a
     fake implementation, Python state that changes during the call, a write to an argument.
@@ -42,7 +45,9 @@ def capture(model: nn.Module | Callable, args: tuple, kwargs: dict, captured: Se
         given = iter(flat[len(own) :])
         new_args, new_kwargs = replace_tensors((args, kwargs), lambda _: next(given))
         results: list[torch.Tensor] = []
-        structure.append(_flatten_result(run(flat[: len(own)], new_args, new_kwargs), results))
+        with _Watch(derivatives), torch.set_grad_enabled(derivatives):
+            result = run(flat[: len(own)], new_args, new_kwargs)
+        structure.append(_flatten_result(result, results))
         return tuple(results)
 
     try:
@@ -141,6 +146,47 @@ class _ShareTensors(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchFunctionMode):
+    """Makes visible in the graph what autograd would see and a trace does not; refuses what can't be."""
+
+    def __init__(self, derivatives: bool) -> None:
+        super().__init__()
+        self.derivatives = derivatives
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _AUTOGRAD_STATE and self.derivatives:
+            raise CaptureError(f"it asks for {_AUTOGRAD_STATE[func]} of a tensor")
+        result = func(*args, **(kwargs or {}))
+        if self.derivatives and not torch.is_grad_enabled():
+            if getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__"):
+                raise CaptureError("it writes in place under no_grad")
+            return replace_tensors(result, lambda t: t.detach() if t.is_floating_point() else t)
+        return result
+
+
+_AUTOGRAD_STATE = {
+    torch.Tensor.requires_grad.__get__: "requires_grad",
+    torch.Tensor.requires_grad.__set__: "requires_grad",
+    torch.Tensor.requires_grad_: "requires_grad",
+    torch.Tensor.grad_fn.__get__: "grad_fn",
+    torch.Tensor.is_leaf.__get__: "is_leaf",
+    torch.Tensor.grad.__get__: "grad",
+}
+
+
+def rebuild(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
+    """A result from its structure (see `Program.structure`) and its flat tensors."""
+    kind, content = structure[:2]
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "const":
+        return content
+    if kind == "dict":
+        return {k: rebuild(child, tensors) for k, child in content}
+    children = [rebuild(child, tensors) for child in (structure[2] if kind == "call" else content)]
+    return content(*children) if kind == "call" else tuple(children) if kind == "tuple" else children
 
 
 def _flatten_result(result: Any, tensors: list[torch.Tensor]) -> tuple:

@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuser import pipeline, report
-from fuser.capture import CaptureError, capture, flat_tensors
+from fuser import report
+from fuser.capture import CaptureError, capture, flat_tensors, rebuild, replace_tensors
 from fuser.codegen.lowering import LoweringError
+from fuser.differentiable import Compiler, Differentiable, FuserWarning
+from fuser.passes.partition import shares_memory
+from fuser.program import updates_statistics
 from fuser.runtime import build as runtime_build
 from fuser.state import Observed, key, observe
-from fuser.torch_private import active_transform
+from fuser.torch_private import active_mode, active_transform, is_batched
 
 MODES = ("default",)
 _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Signatures kept per state of the model, and states (training or not, Python attributes) kept per model.
 MOST_SIGNATURES, MOST_STATES = 512, 32
-
-
-class FuserWarning(UserWarning):
-    """Something runs slower than it could, or eagerly; the message says why and what would help."""
 
 
 def optimize(model: Any, *, mode: str = "default") -> Any:
@@ -38,7 +37,8 @@ def optimize(model: Any, *, mode: str = "default") -> Any:
     another view of the very same state. The first call with a new signature (shapes, dtypes, strides, grad mode,
     training flags, ...) compiles; what can't be compiled runs eagerly, with the reason in `.report()`.
 
-    Where a gradient is wanted (grad mode on and some tensor requires grad) the model runs eagerly.
+    Gradients of any order are compiled as well: through `backward` and `torch.autograd.grad`, in forward mode, and
+    inside the transforms of `torch.func`. A derivative is traced and compiled when it is first needed.
 
     Raises `TypeError` for anything that is not a module or a function, `ValueError` for an unknown mode.
     """
@@ -131,12 +131,12 @@ class _Engine:
         self.lock = threading.RLock()
         self.busy = threading.local()
         self.tables: dict[tuple, Any] = {}
-        self.warned: set[str] = set()
         self.native = _native()
         self.dispatcher = None
         if self.native is not None:
-            self.packs, self.arenas = self.native.PackStore(), self.native.ArenaPool()
-            self.dispatcher = self.native.Dispatcher(self.slow, self.eager, _hooks_of(model))
+            self.compiler = Compiler(self.native, self.report)
+            self.transformed: dict[Any, tuple[Differentiable, Any]] = {}
+            self.dispatcher = self.native.Dispatcher(self.slow, self.uncompiled, _hooks_of(model))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.dispatcher is None:
@@ -147,6 +147,55 @@ class _Engine:
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.forward(*args, **kwargs) if isinstance(self.model, nn.Module) else self.model(*args, **kwargs)
 
+    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """A call that no plan serves: through `torch.func` and forward mode piece by piece, anything else eagerly."""
+        if active_transform() is None or active_mode() is not None or getattr(self.busy, "active", False):
+            return self.eager(*args, **kwargs)
+        self.busy.active = True
+        try:
+            with self.compiler.lock:
+                found = self.differentiable(args, kwargs)
+        finally:
+            self.busy.active = False
+        if found is None:
+            return self.eager(*args, **kwargs)
+        function, structure, flat = found
+        return rebuild(structure, function(*flat))
+
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[Differentiable, Any, list[torch.Tensor]] | None:
+        """The model as a `Differentiable` for arguments like these, its result's structure, and its flat inputs."""
+        seen = observe(self.model)
+        own = [c.tensor for c in seen.captured]
+        flat = [*own, *flat_tensors((args, kwargs))]
+        what = f"{_describe(args, kwargs)} inside a transform"
+        reason = seen.unsupported or next((r for r in map(_unfit, flat) if r), None)
+        if reason is None:
+            outline = replace_tensors((args, kwargs), lambda t: _Outline((t.shape, t.stride(), t.dtype)))
+            shapes = tuple((t.shape, t.stride(), t.dtype) for t in own)
+            signature = (key(seen), shapes, repr(outline), self.training_flags())
+            try:
+                if signature not in self.transformed:
+                    program = capture(self.model, args, kwargs, seen.captured, derivatives=True)
+                    if program.writes or any(map(updates_statistics, program.graph_module.graph.nodes)):
+                        raise CaptureError("it writes to its state, which a transform must see")
+                    reason = shares_memory(program)
+                    if reason:
+                        raise CaptureError(reason)
+                    self.transformed[signature] = Differentiable(program, self.compiler, what), program.structure
+                    while len(self.transformed) > MOST_SIGNATURES:
+                        self.transformed.pop(next(iter(self.transformed)))
+                function, structure = self.transformed[signature]
+                return function, structure, flat
+            except (CaptureError, LoweringError) as error:
+                reason = str(error)
+        self.note_eager(what, reason)
+        return None
+
+    def training_flags(self) -> tuple[bool, ...]:
+        if not isinstance(self.model, nn.Module):
+            return ()
+        return tuple(m.training for m in self.model.modules())
+
     def slow(self, args: tuple, kwargs: dict) -> Any:
         """A call that the fast path can't serve: look at the model anew, compile if need be, and call again."""
         if getattr(self.busy, "active", False):
@@ -156,7 +205,13 @@ class _Engine:
         try:
             with self.lock:
                 ready = self.prepare(args, kwargs)
-            return self.dispatcher(*args, **kwargs) if ready else self.eager(*args, **kwargs)
+        finally:
+            self.busy.active = False
+        if not ready:
+            return self.uncompiled(*args, **kwargs)
+        self.busy.active = True
+        try:
+            return self.dispatcher(*args, **kwargs)
         finally:
             self.busy.active = False
 
@@ -176,6 +231,8 @@ class _Engine:
         if signature in table:
             return True
         what = _describe(args, kwargs)
+        if active_transform() is not None and active_mode() is None:
+            return False
         reason = refusal([c.tensor for c in seen.captured], tensors)
         if reason is None:
             try:
@@ -183,7 +240,7 @@ class _Engine:
                 return True
             except (CaptureError, LoweringError) as error:
                 reason = str(error)
-                self.warn(f"{self.report.model} runs eagerly: {reason}")
+                self.compiler.warn(f"{self.report.model} runs eagerly: {reason}")
         table.add(signature, kept, None)
         self.note_eager(what, reason, warn=False)
         return True
@@ -203,39 +260,48 @@ class _Engine:
         self, table: Any, signature: bytes, kept: list, what: str, args: tuple, kwargs: dict, seen: Observed
     ) -> None:
         start = time.perf_counter()
-        stages = pipeline.Stages(capture(self.model, args, kwargs, seen.captured))
-        stages.seconds["capture"] = time.perf_counter() - start
-        executable = pipeline.compile(stages.captured, self.packs, self.arenas, self.native, stages)
-        for failure in stages.failures:
-            self.warn(f"a kernel could not be built, its operations run through ATen: {failure}")
-        table.add(signature, kept, executable.native, stages.captured.structure)
-        self.report.add_compiled(pipeline.compiled_entry(what, stages, executable.layout.nbytes))
+        flat = [*(c.tensor for c in seen.captured), *flat_tensors((args, kwargs))]
+        derivatives = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
+        program = capture(self.model, args, kwargs, seen.captured, derivatives=derivatives)
+        seconds = {"capture": time.perf_counter() - start}
+        if derivatives:
+            reason = shares_memory(program)
+            if reason:
+                raise CaptureError(reason)
+            variables = [i for i in program.variables() if flat[i].requires_grad]
+            plan = self.compiler.function(program, variables, what, seconds)
+        else:
+            plan = self.compiler.plan(program, what, seconds)
+        table.add(signature, kept, plan, program.structure)
 
     def note_eager(self, signature: str, reason: str, warn: bool = True) -> None:
         self.report.add_eager(report.EagerEntry(signature, reason))
         if warn:
-            self.warn(f"{self.report.model} runs eagerly: {reason}")
-
-    def warn(self, message: str) -> None:
-        if message not in self.warned:
-            self.warned.add(message)
-            warnings.warn(message, FuserWarning, stacklevel=4)
+            self.compiler.warn(f"{self.report.model} runs eagerly: {reason}")
 
 
 def refusal(captured: list[torch.Tensor], arguments: list[torch.Tensor]) -> str | None:
     """Why a call with these tensors must run eagerly, or None."""
-    for tensor in [*captured, *arguments]:
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-            return f"a tensor of type {type(tensor).__name__}"
-        if tensor.device.type != "cpu":
-            return f"a tensor on {tensor.device}; only the CPU is supported so far"
-        if tensor.layout is not torch.strided:
-            return f"a tensor of layout {tensor.layout}"
-        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return "a quantised, conjugated or negated tensor"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in [*captured, *arguments]):
-        return "a gradient is wanted, and gradients are computed by eager autograd"
-    return active_transform()
+    return next((r for r in map(_unfit, [*captured, *arguments]) if r), None) or active_transform() or active_mode()
+
+
+def _unfit(tensor: torch.Tensor) -> str | None:
+    """Why no plan takes this tensor, or None."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return f"a tensor of type {type(tensor).__name__}"
+    if is_batched(tensor):
+        return "a batched tensor of torch.autograd's own vmap"
+    if tensor.device.type != "cpu":
+        return f"a tensor on {tensor.device}; only the CPU is supported so far"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return "a quantised, conjugated or negated tensor"
+    return None
+
+
+class _Outline(tuple):
+    """What a tensor among the arguments looks like, in place of the tensor."""
 
 
 def _hooks_of(model: Any) -> tuple[dict, ...]:

@@ -10,7 +10,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuser.torch_private import FakeTensor, FakeTensorMode, temporarily_clear_interpreter_stack
+from fuser.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    apart_from_transforms,
+    decompositions,
+    norm_decompositions,
+)
 
 
 @dataclass(frozen=True)
@@ -62,78 +68,153 @@ class Program:
         """Blank fake tensors with the inputs' shapes, strides and dtypes."""
         return blanks([node.meta["val"] for node in self.placeholders])
 
-    def vjp(self) -> Program:
+    def vjp(self, wanted: Sequence[int] | None = None, given: Sequence[int] | None = None) -> Program:
         """The program of the vector-Jacobian product.
 
-        Takes this program's inputs, then one cotangent per floating-point result; returns one gradient per
-        variable (see `variables`), in order. Writes to inputs are left out: they belong to the forward program.
+        Takes this program's inputs, then one cotangent for each of the results at the positions `given` (all the
+        floating-point ones); returns one gradient for each of the inputs at the positions `wanted` (all variables,
+        see `variables`), in order. Writes to inputs are left out: they belong to the forward program.
         """
-        pure = self._without_writes()
-        wanted = self.variables()
-        count = len(self.inputs)
+        wanted = self.variables() if wanted is None else wanted
+        part = self.without_writes()
+        if given is not None:
+            part = part.returning([part.results[i] for i in given])
+        joint = part.joint(wanted, again=True)
+        return joint.returning(joint.results[len(joint.results) - len(wanted) :])
 
-        def pullback(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def joint(self, wanted: Sequence[int], again: bool = False) -> Program:
+        """This program and its vector-Jacobian product in one graph.
+
+        Takes this program's inputs, then one cotangent per floating-point result. Returns this program's results, the
+        values that it writes to inputs (see `writes`), and one gradient for each input at the positions `wanted`. With
+        `again` the gradients are made of operations that have derivatives of every order.
+        """
+        pure = unchanged_copy(self)
+        count = len(self.inputs)
+        written = [value for _, value in _writes(pure.graph_module.graph)]
+        _erase_writes(pure.graph_module.graph)
+        output = pure.graph_module.graph.output_node()
+        output.args = ((*output.args[0], *written),)
+        pure.graph_module.recompile()
+
+        def both(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given, cotangents = list(flat[:count]), flat[count:]
-            return torch.func.vjp(pure._real_results_of(wanted, given), *(given[i] for i in wanted))[1](cotangents)
+            function = pure._real_results_of(wanted, given, len(self.results))
+            primals = (given[i] for i in wanted)
+            _, pullback, everything = torch.func.vjp(function, *primals, has_aux=True)
+            return *everything, *pullback(cotangents)
 
         cotangents = [r.meta["val"] for r in self.results if _is_real_node(r)]
-        return self._derived(pullback, cotangents, "cotangent")
+        return self._derived(both, cotangents, "cotangent", again)
 
-    def jvp(self) -> Program:
+    @property
+    def writes(self) -> list[tuple[Node, Node]]:
+        """(input, value) of every write to an input."""
+        return _writes(self.graph_module.graph)
+
+    def returning(self, results: Sequence[Any]) -> Program:
+        """The program that returns just these nodes of this one's graph (which it takes over), as a flat tuple."""
+        graph = self.graph_module.graph
+        graph.output_node().args = (tuple(results),)
+        remove_unused(graph)
+        self.graph_module.recompile()
+        return replace(self, structure=("tuple", [("tensor", i) for i in range(len(results))]))
+
+    def jvp(self, moving: Sequence[int] | None = None) -> Program:
         """The program of the Jacobian-vector product.
 
-        Takes this program's inputs, then one tangent per variable (see `variables`); returns the tangents of
-        the floating-point results, in order.
+        Takes this program's inputs, then one tangent for each of the inputs at the positions `moving` (all variables,
+        see `variables`); returns the tangents of the floating-point results, in order.
         """
-        pure = self._without_writes()
-        wanted = self.variables()
+        pure = self.without_writes()
+        wanted = self.variables() if moving is None else moving
         count = len(self.inputs)
 
         def pushforward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given, tangents = list(flat[:count]), flat[count:]
             primals = tuple(given[i] for i in wanted)
-            return torch.func.jvp(pure._real_results_of(wanted, given), primals, tuple(tangents))[1]
+            function = pure._real_results_of(wanted, given, len(self.results))
+            return torch.func.jvp(function, primals, tuple(tangents), has_aux=True)[1]
 
-        return self._derived(pushforward, [self.placeholders[i].meta["val"] for i in wanted], "tangent")
+        tangents = [self.placeholders[i].meta["val"] for i in wanted]
+        return self._derived(pushforward, tangents, "tangent", again=True)
 
     def vmap(self, size: int, in_dims: Sequence[int | None]) -> Program:
         """The program over a new leading axis of `size` for the inputs whose `in_dims` entry is 0."""
         if len(in_dims) != len(self.inputs) or any(d not in (0, None) for d in in_dims):
             raise ValueError(f"in_dims must give 0 or None for each of the {len(self.inputs)} inputs, got {in_dims!r}")
-        pure = self._without_writes()
+        pure = self.without_writes()
         examples = []
-        for value, dim in zip(self.example_inputs(), in_dims):
-            examples.append(value if dim is None else value.unsqueeze(0).expand(size, *value.shape).contiguous())
+        with apart_from_transforms():
+            for value, dim in zip(self.example_inputs(), in_dims):
+                examples.append(value if dim is None else value.new_empty(size, *value.shape))
         batched = torch.func.vmap(lambda *flat: tuple(pure.graph_module(*flat)), in_dims=tuple(in_dims))
         return replace(pure, graph_module=trace(batched, examples))
 
-    def _without_writes(self) -> Program:
+    def primitive(self) -> Program:
+        """This program without its writes, and with its normalisations taken apart: differentiable without limit."""
+        pure = self.without_writes()
+        taken_apart = norm_decompositions()
+        if any(node.target in taken_apart for node in pure.graph_module.graph.nodes):
+            pure = replace(pure, graph_module=trace(pure.graph_module, pure.example_inputs(), taken_apart))
+        return pure
+
+    def without_writes(self) -> Program:
         """This program with its writes to inputs removed, so that it is a pure function."""
         pure = unchanged_copy(self)
-        for node in reversed(pure.graph_module.graph.nodes):
-            if node.target is torch.ops.aten.copy_.default:
-                pure.graph_module.graph.erase_node(node)
+        graph = pure.graph_module.graph
+        _erase_writes(graph)
+        for node in graph.nodes:
+            if updates_statistics(node):
+                x, weight, bias, _, _, training, momentum, eps = node.args
+                node.target = torch.ops.aten._native_batch_norm_legit.no_stats
+                node.args = (x, weight, bias, training, momentum, eps)
         pure.graph_module.recompile()
         return pure
 
-    def _real_results_of(self, wanted: list[int], given: list[torch.Tensor]) -> Callable:
-        """The graph as a function of the inputs at `wanted`, the others held at `given`."""
+    def _real_results_of(self, wanted: Sequence[int], given: list[torch.Tensor], count: int) -> Callable:
+        """The graph as a function of the inputs at `wanted`, the others held at `given`.
 
-        def function(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        It returns the floating-point ones among its first `count` results, and everything.
+        """
+
+        def function(*chosen: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple]:
             full = list(given)
             for i, value in zip(wanted, chosen):
                 full[i] = value
-            results = self.graph_module(*full)
-            return tuple(r for r in results if isinstance(r, torch.Tensor) and _is_real(r))
+            results = tuple(self.graph_module(*full))
+            return tuple(r for r in results[:count] if isinstance(r, torch.Tensor) and _is_real(r)), results
 
         return function
 
-    def _derived(self, function: Callable, directions: list[torch.Tensor], name: str) -> Program:
+    def _derived(self, function: Callable, directions: list[torch.Tensor], name: str, again: bool) -> Program:
         examples = self.example_inputs() + blanks(directions)
         inputs = self.inputs + tuple(Input(f"{name}_{i}", False, False) for i in range(len(directions)))
-        module = trace(lambda *flat: tuple(function(*flat)), examples)
+        module = trace(lambda *flat: tuple(function(*flat)), examples, decompositions(again))
         count = len(module.graph.output_node().args[0])
         return Program(module, inputs, ("tuple", [("tensor", i) for i in range(count)]))
+
+
+def _writes(graph: torch.fx.Graph) -> list[tuple[Node, Node]]:
+    return [(n.args[0], n.args[1]) for n in graph.nodes if n.target is torch.ops.aten.copy_.default]
+
+
+def _erase_writes(graph: torch.fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default:
+            graph.erase_node(node)
+
+
+def updates_statistics(node: Node) -> bool:
+    """Whether `node` is a batch norm that changes its running statistics, which its schema does not tell."""
+    return node.target is torch.ops.aten.native_batch_norm.default and bool(node.args[5]) and node.args[3] is not None
+
+
+def remove_unused(graph: torch.fx.Graph) -> None:
+    """Erase every node that no result needs, random draws included: they belong to whoever needs their value."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
 
 
 def blanks(tensors: Sequence[torch.Tensor]) -> list[FakeTensor]:
@@ -141,11 +222,11 @@ def blanks(tensors: Sequence[torch.Tensor]) -> list[FakeTensor]:
 
     A derivative must be traced on such blanks, never on live tensors that a transform has wrapped.
     """
-    with temporarily_clear_interpreter_stack(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with apart_from_transforms(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
-def trace(function: Callable, examples: Sequence[FakeTensor]) -> GraphModule:
+def trace(function: Callable, examples: Sequence[FakeTensor], decomposed: dict | None = None) -> GraphModule:
     """The ATen graph of `function(*examples)`, which must return a flat tuple.
 
     Every trace is functionalised: writes to intermediates disappear, writes to inputs become `copy_` at the end.
@@ -153,8 +234,8 @@ def trace(function: Callable, examples: Sequence[FakeTensor]) -> GraphModule:
     """
     mode = next((e.fake_mode for e in examples), None) or FakeTensorMode(allow_non_fake_inputs=True)
     pure = torch.func.functionalize(function, remove="mutations")
-    with temporarily_clear_interpreter_stack(), mode, torch.no_grad():
-        module = make_fx(pure)(*examples)
+    with apart_from_transforms(), mode, torch.no_grad():
+        module = make_fx(pure, decomposed)(*examples)
         if any(_writes_to_intermediate(node) for node in module.graph.nodes):
             # A composite operation came apart below the functionalisation; now its parts are in the graph.
             module = make_fx(torch.func.functionalize(module, remove="mutations"))(*examples)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+# The primitive operations behind gradient operators.
+from torch._decomp import get_decompositions
+
+# Where functorch counts the forward-mode levels that it has entered.
+from torch._functorch import eager_transforms
 
 # A derivative may be traced while a functorch transform is active; its levels must be set aside meanwhile.
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -11,15 +21,80 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
-def active_transform() -> str | None:
-    """What would see every operation of an eager call and so must not be bypassed, or None.
+@functools.cache
+def decompositions(again: bool) -> dict:
+    """The gradient operators that are traced as the primitive operations they are made of, so that these fuse.
 
-    Private: torch offers no public question "is a transform, a mode or a dual level active?".
+    With `again` also those whose own gradients ATen does not have to every order. Private: `torch.export` offers
+    tables of everything or nothing.
+    """
+    names = _POINTWISE_GRADIENTS + (_OTHER_GRADIENTS if again else ())
+    return get_decompositions([getattr(torch.ops.aten, name).default for name in names])
+
+
+@functools.cache
+def norm_decompositions() -> dict:
+    """The normalisations as primitive operations.
+
+    ATen's own return statistics that its gradients read, but through which no gradient of a gradient can go.
+    """
+    aten = torch.ops.aten
+    return get_decompositions(
+        [
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten.native_layer_norm.default,
+            aten.native_group_norm.default,
+        ]
+    )
+
+
+_POINTWISE_GRADIENTS = (
+    "elu_backward", "gelu_backward", "glu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
+    "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "silu_backward", "softplus_backward",
+    "_prelu_kernel_backward", "rrelu_with_noise_backward", "mse_loss_backward", "huber_loss_backward",
+    "smooth_l1_loss_backward", "native_dropout_backward",
+)  # fmt: skip
+_OTHER_GRADIENTS = (
+    "_softmax_backward_data", "_log_softmax_backward_data", "binary_cross_entropy_backward",
+)  # fmt: skip
+
+
+def active_transform() -> str | None:
+    """Which transform would see every operation of an eager call, or None.
+
+    Private: torch offers no public question "is a transform or a dual level active?".
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "it is called inside a torch.func transform"
     if torch.autograd.forward_ad._current_level >= 0:
         return "it is called inside a forward-mode level"
+    return None
+
+
+@contextmanager
+def apart_from_transforms() -> Iterator[None]:
+    """Set aside whatever transform is active, so that a derivative can be traced on blank tensors.
+
+    torch allows one forward-mode level at a time: where one is active already, functorch uses that one for the trace
+    if it believes that it entered it itself.
+    """
+    active = torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+    eager_transforms.JVP_NESTING += active
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        eager_transforms.JVP_NESTING -= active
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a batch of the vmap behind `torch.autograd`'s own batched gradients."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def active_mode() -> str | None:
+    """Which mode would see every operation of an eager call, or None. Private for the same reason."""
     if torch._C._len_torch_function_stack() > 0:
         return "a torch function mode is active"
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -27,4 +102,13 @@ def active_transform() -> str | None:
     return None
 
 
-__all__ = ["FakeTensor", "FakeTensorMode", "active_transform", "temporarily_clear_interpreter_stack"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "active_mode",
+    "active_transform",
+    "decompositions",
+    "norm_decompositions",
+    "apart_from_transforms",
+    "is_batched",
+]

@@ -24,6 +24,7 @@ FLOORS = {
     "fuser.codegen": 4,
     "fuser.runtime": 5,
     "fuser.pipeline": 6,
+    "fuser.differentiable": 7,
     "fuser.optimized": 7,
     "fuser.ops": 7,
     "fuser.autodiff": 7,

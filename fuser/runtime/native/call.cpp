@@ -1,4 +1,5 @@
 // The dispatcher, from a call's arguments to its result, and the fast `__call__` of optimised modules.
+#include "gradient.h"
 #include "objects.h"
 
 #include <structmember.h>
@@ -115,7 +116,7 @@ PyObject* run(Dispatcher* self, PyObject* const* args, Py_ssize_t count, PyObjec
     for (const Ref& tensor : bound->captured) given.add(tensor.get());
     for (PyObject* tensor : call.tensors) given.add(tensor);
     if (entry->plan->writes_shared_memory(given.tensors())) return PyObject_Vectorcall(self->eager, args, count, names);
-    Tensors results = entry->plan->run(given.tensors());
+    Tensors results = entry->function ? entry->function->call(given.tensors()) : entry->plan->run(given.tensors());
     if (entry->result.kind == Template::Tensor && entry->plan->values[entry->plan->outputs[entry->result.index]].kind != Value::Input)
       return wrap(std::move(results[entry->result.index]));
     return build(entry->result, results, *entry->plan, given);

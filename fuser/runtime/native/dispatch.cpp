@@ -69,7 +69,7 @@ void Call::add_tensor(PyObject* object, bool captured) {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   const c10::DispatchKeySet keys = impl->key_set();
   const bool wrapped = !plain || impl->has_symbolic_sizes_strides() || keys.has(c10::DispatchKey::Python) ||
-                       keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper) ||
+                       keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper) ||
                        impl->layout() != at::kStrided;
   // A subclass, a wrapper or an exotic layout: the slow path decides, and decides alike for all of its kind.
   words.push_back(TensorOf | (is_parameter && !captured ? 1u << 8 : 0) | (wrapped ? 1u << 9 : 0));

@@ -7,6 +7,8 @@
 namespace fuser {
 
 // How a result nests, and the objects it is made of.
+class Function;
+
 struct Template {
   enum Kind { Tensor, Tuple, List, Dict, Constant, Call } kind = Constant;
   Py_ssize_t index = 0;
@@ -20,6 +22,7 @@ Template read_template(PyObject* item, size_t results);
 
 struct Entry {
   std::shared_ptr<Plan> plan;            // null: this signature runs eagerly
+  std::shared_ptr<Function> function;    // where a gradient is wanted: it records what autograd needs
   Template result;
   std::vector<Ref> kept;                 // objects whose addresses are part of the signature
   uint64_t last_used = 0;

@@ -1,9 +1,10 @@
 // The Python module: its types (the dispatcher is in call.cpp) and functions.
+#include "gradient.h"
 #include "objects.h"
 
 namespace fuser {
 
-PyTypeObject *plan_type, *packs_type, *arenas_type, *table_type, *dispatcher_type;
+PyTypeObject *plan_type, *packs_type, *arenas_type, *table_type, *dispatcher_type, *function_type;
 PyObject* unsupported_error = nullptr;
 
 std::vector<Ref> refs(PyObject* sequence) {
@@ -71,8 +72,13 @@ PyObject* table_add(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto entry = std::make_shared<Entry>();
     entry->kept = refs(kept);
-    if (plan != Py_None) {
+    if (plan != Py_None && Py_TYPE(plan) == function_type) {
+      entry->function = content_of<Function>(plan, function_type);
+      entry->plan = entry->function->plan;
+    } else if (plan != Py_None) {
       entry->plan = content_of<Plan>(plan, plan_type);
+    }
+    if (entry->plan) {
       TORCH_CHECK_VALUE(structure != nullptr, "a plan needs the structure of its result");
       entry->result = read_template(structure, entry->plan->outputs.size());
     }
@@ -138,10 +144,12 @@ PyMODINIT_FUNC PyInit__fuser_runtime() {
                                   {{Py_tp_methods, table_methods}, {Py_sq_length, reinterpret_cast<void*>(table_length)},
                                    {Py_sq_contains, reinterpret_cast<void*>(table_contains)}});
   dispatcher_type = make_dispatcher_type();
+  function_type = make_function_type();
   unsupported_error = PyErr_NewException("_fuser_runtime.Unsupported", PyExc_TypeError, nullptr);
   if (!add_type(module.get(), "Plan", plan_type) || !add_type(module.get(), "PackStore", packs_type) ||
       !add_type(module.get(), "ArenaPool", arenas_type) || !add_type(module.get(), "Table", table_type) ||
       !add_type(module.get(), "Dispatcher", dispatcher_type) ||
+      !add_type(module.get(), "Function", function_type) ||
       PyModule_AddObjectRef(module.get(), "Unsupported", unsupported_error) < 0)
     return nullptr;
   return module.release();

@@ -46,7 +46,7 @@ PyObject* hold(PyTypeObject* type, std::shared_ptr<T> content) {
 }
 
 // The module's types.
-extern PyTypeObject *plan_type, *packs_type, *arenas_type, *table_type, *dispatcher_type;
+extern PyTypeObject *plan_type, *packs_type, *arenas_type, *table_type, *dispatcher_type, *function_type;
 extern PyObject* unsupported_error;
 
 template <class T>

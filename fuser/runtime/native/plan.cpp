@@ -59,7 +59,7 @@ class GilReleased {
 
 }  // namespace
 
-Tensors Plan::run(Inputs given) const {
+Tensors Plan::run(Inputs given, bool holds_gil, bool views) const {
   check_inputs(given);
   ArenaPool::Lease lease(arenas_.get(), arena_bytes_);
   Frame frame{given, lease.data(), thread_count()};
@@ -67,7 +67,7 @@ Tensors Plan::run(Inputs given) const {
   frame.tensors.resize(values.size());
   Tensors results(outputs.size());
   WithoutAutocast without_autocast;
-  GilReleased released(frame, release_gil_);
+  GilReleased released(frame, release_gil_ && holds_gil);
   for (size_t i = 0; i < values.size(); ++i) {
     const Value& v = values[i];
     switch (v.kind) {
@@ -85,15 +85,37 @@ Tensors Plan::run(Inputs given) const {
   execute(frame);
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Value& v = values[outputs[i]];
-    if (v.kind == Value::View) {
+    if (v.kind == Value::View && (views || values[v.root].kind == Value::Input)) {
       // Under normal dispatch, so that autograd knows a view of an input as such.
       const at::Tensor base = tensor_of(v.root, frame);
       results[i] = base.as_strided(v.sizes, v.strides, base.storage_offset() + v.elements);
     } else {
+      BelowAutograd below;
       results[i] = tensor_of(outputs[i], frame);
     }
   }
   return results;
+}
+
+Tensors Plan::run_as_traced(Inputs given, bool holds_gil) const {
+  check_inputs(given);
+  Tensors copies;
+  c10::SmallVector<const at::Tensor*, 16> ready(given.begin(), given.end());
+  copies.reserve(given.size());
+  for (const Value& v : values) {
+    if (v.kind != Value::Input || same_layout(*given[v.index], v)) continue;
+    const at::Tensor& t = *given[v.index];
+    TORCH_CHECK_VALUE(t.scalar_type() == v.dtype && t.sizes().equals(v.sizes), "input ", v.index, " must be ", v.dtype,
+                      " of shape ", at::IntArrayRef(v.sizes), ", got ", t.scalar_type(), " of shape ", t.sizes());
+    BelowAutograd below;
+    copies.push_back(at::empty_strided(v.sizes, v.strides, t.options()));
+    copies.back().copy_(t);
+    ready[v.index] = &copies.back();
+  }
+  for (const Value& v : values)
+    if (v.kind == Value::Input)
+      TORCH_CHECK_VALUE(given[v.index]->scalar_type() == v.dtype, "input ", v.index, " must be ", v.dtype, ", got ", given[v.index]->scalar_type());
+  return run(ready, holds_gil, /*views=*/false);
 }
 
 void Plan::check_inputs(Inputs given) const {

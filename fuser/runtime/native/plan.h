@@ -147,9 +147,14 @@ class Plan {
  public:
   Plan(PyObject* spec, std::shared_ptr<PackStore> packs, std::shared_ptr<ArenaPool> arenas);
 
-  // Results in order. Must be called with the GIL; gives it up meanwhile if the plan is long.
+  // Results in order. Gives the GIL up meanwhile if the plan is long.
   // The layouts must be those of the trace, which a signature tells; `check_layouts` is for callers without one.
-  Tensors run(Inputs given) const;
+  // The caller has the GIL unless it says otherwise.
+  // Results that are views of the plan's own memory are known to autograd as such if `views` is set.
+  Tensors run(Inputs given, bool holds_gil = true, bool views = true) const;
+
+  // The same for inputs of the right shapes and dtypes, whatever their strides: those of other strides are copied.
+  Tensors run_as_traced(Inputs given, bool holds_gil) const;
   void check_layouts(Inputs given) const;
 
   // Whether memory that the plan writes in place may belong to another of the inputs too. The trace took every input
