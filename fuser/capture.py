@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +14,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from fuser.program import Input, Program, blanks, trace
-from fuser.state import Captured, key, observe
+from fuser.program import Input, Program, blanks, takes_gradients, trace
+from fuser.state import IDENTITY, Captured, key, observe
+from fuser.torch_private import norm_decompositions
 
 
 class CaptureError(Exception):
@@ -50,10 +53,19 @@ def capture(
         structure.append(_flatten_result(result, results))
         return tuple(results)
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints what is raised as well
+    quiet, log.disabled = log.disabled, True
     try:
-        module = trace(flat_call, blanks([*own, *arguments]))
+        examples = blanks([*own, *arguments])
+        module = trace(flat_call, examples)
+        if takes_gradients(module):
+            # The model differentiates something itself; then all of it must be differentiable without limit.
+            structure.clear()
+            module = trace(flat_call, examples, norm_decompositions())
     except Exception as error:
         raise CaptureError(_reason(error)) from error
+    finally:
+        log.disabled = quiet
     finish()
     _functional_metadata(module)
     program = Program(_constants_to_inputs(module, captured), inputs, structure[-1])
@@ -124,7 +136,7 @@ def _replayer(model: nn.Module | Callable, captured: Sequence[Captured]) -> tupl
 
 def _without_identity(fingerprint: tuple) -> list:
     """What a call may not change: everything but the identity of objects that are compared by identity alone."""
-    return [part for part in fingerprint if not (len(part) == 3 and isinstance(part[2], int) and part[2] > 2**32)]
+    return [part for part in fingerprint if part[0] is not IDENTITY]
 
 
 def _places(twin: nn.Module, captured: Sequence[Captured]) -> list[tuple[dict, str, int]]:
@@ -156,7 +168,8 @@ class _Watch(TorchFunctionMode):
         self.derivatives = derivatives
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _AUTOGRAD_STATE and self.derivatives:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if func in _AUTOGRAD_STATE and self.derivatives and not asker.startswith("torch._functorch"):
             raise CaptureError(f"it asks for {_AUTOGRAD_STATE[func]} of a tensor")
         result = func(*args, **(kwargs or {}))
         if self.derivatives and not torch.is_grad_enabled():

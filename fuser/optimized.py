@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -199,51 +201,58 @@ class _Engine:
     def slow(self, args: tuple, kwargs: dict) -> Any:
         """A call that the fast path can't serve: look at the model anew, compile if need be, and call again."""
         if getattr(self.busy, "active", False):
-            self.note_eager("every call", "its Python state differs each time it is looked at")
+            if not getattr(self.busy, "tracing", False):
+                self.note_eager("every call", "its Python state differs each time it is looked at")
             return self.eager(*args, **kwargs)
-        self.busy.active = True
+        self.busy.active = self.busy.tracing = True
         try:
             with self.lock:
-                ready = self.prepare(args, kwargs)
+                refusal = self.prepare(args, kwargs)
         finally:
-            self.busy.active = False
-        if not ready:
-            return self.uncompiled(*args, **kwargs)
-        self.busy.active = True
-        try:
-            return self.dispatcher(*args, **kwargs)
-        finally:
-            self.busy.active = False
+            self.busy.active = self.busy.tracing = False
+        if refusal is None:
+            self.busy.active = True
+            try:
+                return self.dispatcher(*args, **kwargs)
+            finally:
+                self.busy.active = False
+        result = self.uncompiled(*args, **kwargs)
+        # Where eager raises, nothing was wrong with the compilation.
+        if refusal.table is not None:
+            refusal.table.add(refusal.signature, refusal.kept, None)
+        if refusal.reason:
+            self.note_eager(refusal.what, refusal.reason, refusal.warn)
+        return result
 
-    def prepare(self, args: tuple, kwargs: dict) -> bool:
-        """Bind the model's present state and make sure that the signature has an entry; False: run eagerly."""
+    def prepare(self, args: tuple, kwargs: dict) -> _Refusal | None:
+        """Bind the model's present state and make sure that the signature has an entry, or say why it has none."""
         seen = observe(self.model)
         if seen.unsupported:
-            self.note_eager("every call", seen.unsupported)
-            return False
+            return _Refusal("every call", seen.unsupported)
         table = self.table_for(seen)
         self.dispatcher.bind(seen.guards, [c.tensor for c in seen.captured], table)
+        what = _describe(args, kwargs)
         try:
             signature, tensors, kept = self.dispatcher.signature(args, kwargs)
         except self.native.Unsupported as error:
-            self.note_eager(_describe(args, kwargs), str(error))
-            return False
+            return _Refusal(what, str(error))
         if signature in table:
-            return True
-        what = _describe(args, kwargs)
+            return None
         if active_transform() is not None and active_mode() is None:
-            return False
+            return _Refusal(what, "")  # `uncompiled` takes it from here
         reason = refusal([c.tensor for c in seen.captured], tensors)
-        if reason is None:
-            try:
-                self.compile(table, signature, kept, what, args, kwargs, seen)
-                return True
-            except (CaptureError, LoweringError) as error:
-                reason = str(error)
-                self.compiler.warn(f"{self.report.model} runs eagerly: {reason}")
-        table.add(signature, kept, None)
-        self.note_eager(what, reason, warn=False)
-        return True
+        if reason is not None:
+            return _Refusal(what, reason, False, table, signature, kept)
+        try:
+            self.compile(table, signature, kept, what, args, kwargs, seen)
+        except (CaptureError, LoweringError) as error:
+            return _Refusal(what, str(error), True, table, signature, kept)
+        except Exception as error:
+            if os.environ.get("FUSER_DEBUG"):
+                raise
+            reason = f"compiling it failed, which is a defect of fuser ({type(error).__name__}: {error})"
+            return _Refusal(what, reason, True, table, signature, kept)
+        return None
 
     def table_for(self, seen: Observed) -> Any:
         """The plans of the model in this state; states beyond `MOST_STATES` are forgotten, oldest first."""
@@ -278,6 +287,18 @@ class _Engine:
         self.report.add_eager(report.EagerEntry(signature, reason))
         if warn:
             self.compiler.warn(f"{self.report.model} runs eagerly: {reason}")
+
+
+@dataclass
+class _Refusal:
+    """Why a call runs eagerly; with `table`, so do all others of that signature."""
+
+    what: str
+    reason: str
+    warn: bool = True
+    table: Any = None
+    signature: bytes = b""
+    kept: Any = None
 
 
 def refusal(captured: list[torch.Tensor], arguments: list[torch.Tensor]) -> str | None:

@@ -155,7 +155,7 @@ class Program:
         """This program without its writes, and with its normalisations taken apart: differentiable without limit."""
         pure = self.without_writes()
         taken_apart = norm_decompositions()
-        if any(node.target in taken_apart for node in pure.graph_module.graph.nodes):
+        if takes_gradients(pure.graph_module) or any(n.target in taken_apart for n in pure.graph_module.graph.nodes):
             pure = replace(pure, graph_module=trace(pure.graph_module, pure.example_inputs(), taken_apart))
         return pure
 
@@ -203,6 +203,11 @@ def _erase_writes(graph: torch.fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.target is torch.ops.aten.copy_.default:
             graph.erase_node(node)
+
+
+def takes_gradients(module: GraphModule) -> bool:
+    """Whether the graph has a gradient operator that derivatives of higher order need taken apart."""
+    return any(node.target in decompositions(True) for node in module.graph.nodes)
 
 
 def updates_statistics(node: Node) -> bool:

@@ -7,8 +7,10 @@ value (the key under which a program is kept), and guards by identity (what the 
 from __future__ import annotations
 
 import builtins
+import dis
 import enum
 import functools
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +24,13 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 # Hooks of these kinds change what a call computes; those on the optimised module itself run outside of it.
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{name}") for name in _HOOK_DICTS)
 _MAX_DEPTH = 5
+# Code that does not change while a program runs.
+_LIBRARIES = frozenset({"torch", "numpy", "fuser"} | sys.stdlib_module_names) - {"__main__"}
+# What a part of the fingerprint starts with if it only tells which object something is.
+IDENTITY = object()
+_ABSENT = object()
 
 
 @dataclass
@@ -50,6 +58,10 @@ def observe(model: nn.Module | Callable) -> Observed:
     """Walk `model` (a module, a function, a bound method or a `functools.partial`)."""
     walk = _Walk()
     if isinstance(model, nn.Module):
+        for hooks in _GLOBAL_HOOKS:
+            walk.seen.guards.append(("empty", hooks))
+            if hooks and any(model.children()):
+                walk.unsupported("a global forward hook")
         walk.module("", model, is_root=True)
     else:
         walk.function("", model)
@@ -61,6 +73,7 @@ class _Walk:
         self.seen = Observed()
         self.visited: dict[int, int] = {}
         self.tensors: dict[int, int] = {}
+        self.variables: set[tuple[int, str]] = set()
 
     def first_visit(self, thing: Any) -> bool:
         """True the first time; later the fingerprint notes which earlier thing this is."""
@@ -87,6 +100,7 @@ class _Walk:
         self.guard_items(state)
         for name in _MODULE_DICTS:
             self.guard_items(state[name])
+        self.class_of(path, type(module))
         for name in _HOOK_DICTS:
             if is_root:
                 continue
@@ -103,6 +117,20 @@ class _Walk:
         for name, child in state["_modules"].items():
             if child is not None:
                 self.module(_join(path, name), child)
+
+    def class_of(self, path: str, cls: type) -> None:
+        """The methods of a module's class, with what they reach, and the plain attributes of the class."""
+        for base in cls.__mro__:
+            if _is_library(base.__module__) or not self.first_visit(base):
+                continue
+            for name, value in list(vars(base).items()):
+                if isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                if isinstance(value, types.FunctionType):
+                    self.function(_join(path, name), value, 1)
+                elif not name.startswith("__") and isinstance(value, (*_SCALARS, torch.Tensor, list, dict, tuple)):
+                    self.seen.guards.append(("attribute", base, name, value))
+                    self.value(_join(path, name), value, 1)
 
     def tensor(self, name: str, tensor: torch.Tensor | None, weight: bool, buffer: bool = False) -> None:
         if tensor is None:
@@ -126,17 +154,20 @@ class _Walk:
             note((name, "function"))
             self.function(name, value, depth + 1)
         elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)) or depth >= _MAX_DEPTH:
-            note((name, id(value)))
-            self.seen.keep_alive.append(value)
+            self.identity(name, value)
         elif isinstance(value, (list, tuple, dict, OrderedDict)):
             self.container(name, value, depth)
         elif type(value).__module__.split(".")[0] in ("torch", "builtins") or not hasattr(value, "__dict__"):
-            note((name, type(value), id(value)))
-            self.seen.keep_alive.append(value)
+            self.identity(name, value)
         else:
             note((name, type(value)))
             if self.first_visit(value):
                 self.container(name, vars(value), depth)
+
+    def identity(self, name: str, value: Any) -> None:
+        """A value that counts by which object it is."""
+        self.seen.fingerprint.append((IDENTITY, name, id(value)))
+        self.seen.keep_alive.append(value)
 
     def container(self, name: str, value: Any, depth: int) -> None:
         self.seen.fingerprint.append((name, type(value), len(value)))
@@ -161,7 +192,7 @@ class _Walk:
             if callable(function) and not isinstance(function, types.BuiltinFunctionType) and depth == 0:
                 self.value(_join(name, "__self__"), function, depth)
             return None
-        if not self.first_visit(function) or _is_library(function) or depth >= _MAX_DEPTH:
+        if not self.first_visit(function) or _is_library(getattr(function, "__module__", None)) or depth >= _MAX_DEPTH:
             return None
         self.seen.fingerprint.append((name, function.__code__))
         for key, value in [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]:
@@ -173,13 +204,26 @@ class _Walk:
                 continue
             self.seen.guards.append(("cell", cell, content))
             self.value(_join(name, variable), content, depth + 1)
-        for variable in sorted(_names(function.__code__)):
+        names = _names(function.__code__)
+        for variable in _globals_of(function.__code__):
             if variable in function.__globals__:
-                value = function.__globals__[variable]
-                self.seen.guards.append(("item", function.__globals__, variable, value))
-                if not isinstance(value, types.ModuleType) and not hasattr(builtins, variable):
-                    self.value(_join(name, variable), value, depth + 1)
+                self.variable(name, function.__globals__, variable, names, depth)
         return None
+
+    def variable(self, name: str, scope: dict, variable: str, names: set[str], depth: int) -> None:
+        """A global variable; of an imported module that is no library, also the attributes that are mentioned."""
+        if (id(scope), variable) in self.variables:
+            return
+        self.variables.add((id(scope), variable))
+        value = scope[variable]
+        self.seen.guards.append(("item", scope, variable, value))
+        if isinstance(value, types.ModuleType):
+            if not _is_library(value.__name__):
+                for attribute in sorted(names):
+                    if attribute in vars(value):
+                        self.variable(_join(name, variable), vars(value), attribute, names, depth)
+        elif value is not getattr(builtins, variable, _ABSENT):
+            self.value(_join(name, variable), value, depth + 1)
 
     def unsupported(self, reason: str) -> None:
         self.seen.unsupported = self.seen.unsupported or reason
@@ -198,7 +242,18 @@ def _hashable(part: Any) -> Any:
     return part
 
 
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The global variables that the code reads, also in functions and comprehensions inside it."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(_globals_of(constant))
+    return tuple(sorted(found))
+
+
 def _names(code: types.CodeType) -> set[str]:
+    """Every name that the code mentions, attributes too."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -206,8 +261,8 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
-def _is_library(function: types.FunctionType) -> bool:
-    return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "functools", "collections", "math")
+def _is_library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _LIBRARIES
 
 
 def _join(path: str, name: str) -> str:

@@ -39,14 +39,13 @@ def norm_decompositions() -> dict:
     ATen's own return statistics that its gradients read, but through which no gradient of a gradient can go.
     """
     aten = torch.ops.aten
-    return get_decompositions(
-        [
-            aten.native_batch_norm.default,
-            aten._native_batch_norm_legit.no_stats,
-            aten.native_layer_norm.default,
-            aten.native_group_norm.default,
-        ]
+    norms = (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
     )
+    return get_decompositions(norms) | decompositions(True)
 
 
 _POINTWISE_GRADIENTS = (
@@ -57,6 +56,7 @@ _POINTWISE_GRADIENTS = (
 )  # fmt: skip
 _OTHER_GRADIENTS = (
     "_softmax_backward_data", "_log_softmax_backward_data", "binary_cross_entropy_backward",
+    "native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward",
 )  # fmt: skip
 
 

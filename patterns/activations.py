@@ -16,7 +16,7 @@ import torch
 from sympy import Piecewise, Rational, erf, exp, pi, sqrt, tanh
 
 from fuser.fused import Function
-from fuser.scalar import absolute, expm1, log1p, maximum, minimum, sigmoid
+from fuser.scalar import absolute, expm1, log1p, maximum, minimum, sigmoid, sign, truncate
 
 # name -> the expression as a function of its symbols: the input first, then scalar parameters.
 ACTIVATIONS: dict[str, Callable[..., sympy.Basic]] = {
@@ -45,8 +45,8 @@ ACTIVATIONS: dict[str, Callable[..., sympy.Basic]] = {
     "softsign": lambda x: x / (1 + absolute(x)),
 }
 
-# The operator of an activation that `register_activation` made -> its name and its parameters' defaults.
-registered: dict[torch._ops.OpOverload, str] = {}
+# The operator of an activation that `register_activation` made -> its function.
+registered: dict[torch._ops.OpOverload, Function] = {}
 
 
 @functools.cache
@@ -92,67 +92,109 @@ def register_activation(name: str, expression: sympy.Expr, parameters: dict[str,
         squareplus = fuser.register_activation("squareplus", (x + sympy.sqrt(x**2 + 4)) / 2)
         y = squareplus(model(data))
 
-    Raises `ValueError` for a name that is no identifier or is taken, or for symbols that are neither `x` nor
-    parameters; `TypeError` when `expression` is not a sympy expression.
+    Raises `ValueError` for a name that is no identifier or is taken, for symbols that are neither `x` nor parameters,
+    and for functions or constants that torch's real tensors don't have; `TypeError` when `name` or a parameter's name
+    is not a string, or `expression` not a sympy expression. The function raises `TypeError` for a tensor that is not
+    floating-point.
     """
-    parameters = dict(parameters or {})
+    defaults = {n: float(v) for n, v in (parameters or {}).items()}
+    _check_name("an activation's name", name)
+    for parameter in defaults:
+        _check_name("a parameter's name", parameter)
+    if "x" in defaults:
+        raise ValueError("a parameter can't be called x, which is the input's symbol")
     if not isinstance(expression, sympy.Expr):
         raise TypeError(f"expression must be a sympy expression in the symbol x, got {type(expression).__name__}")
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"an activation's name must be an identifier, got {name!r}")
-    if name in ACTIVATIONS:
-        raise ValueError(f"there is an activation {name!r} already")
-    unknown = {s.name for s in expression.free_symbols} - {"x", *parameters}
+    if name in ACTIVATIONS or hasattr(torch.ops.fuser, name):
+        raise ValueError(f"the name {name!r} is taken already")
+    unknown = {s.name for s in expression.free_symbols} - {"x", *defaults}
     if unknown:
         raise ValueError(f"the expression uses {sorted(unknown)}, which are neither x nor in parameters")
-    symbols = {n: sympy.Symbol(n, real=True) for n in ("x", *parameters)}
-    written = expression.subs({s: symbols[s.name] for s in expression.free_symbols})
-    _check_functions(written)
-    operator = _operator(name, tuple(symbols.values()), written)
-    ACTIVATIONS[name] = _with_names(written, list(symbols))
-    registered[operator] = name
+    symbols = {"x": sympy.Symbol("x", real=True)}
+    symbols |= {n: sympy.Symbol(f"parameter_{n}", real=True) for n in defaults}  # no word of C++
+    written = _differentiable(expression.xreplace({s: symbols[s.name] for s in expression.free_symbols}))
+    slope = _differentiable(sympy.diff(written, symbols["x"]))
+    _check_functions("an activation", written)
+    _check_functions("an activation's derivative", slope)
+    _check_functions("an activation's second derivative", _differentiable(sympy.diff(slope, symbols["x"])))
+    function = Function(name, tuple(symbols.values()), written)
+    operator = _operator(function, slope)
+    registered[operator] = function
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature(
+        [inspect.Parameter("x", either), *(inspect.Parameter(n, either, default=v) for n, v in defaults.items())]
+    )
 
-    def call(x: torch.Tensor, *values: float, **named: float) -> torch.Tensor:
-        given = {**parameters, **dict(zip(parameters, values)), **named}
-        return operator(x, *(float(given[p]) for p in parameters))
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        x, *values = given.args
+        return operator(x, *map(float, values))
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{written}, element by element."
+    call.__doc__ = f"{expression}, element by element."
+    call.__signature__ = signature
     return call
 
 
-def _check_functions(expression: sympy.Basic) -> None:
-    """Raise `ValueError` for a function that has no torch counterpart."""
-    for part in sympy.preorder_traversal(expression):
-        name = getattr(part.func, "__name__", str(part.func))
-        if isinstance(part, sympy.Function) and not isinstance(part, Piecewise) and name not in _TORCH:
-            raise ValueError(f"an activation can't use the function {name}; it may use {', '.join(sorted(_TORCH))}")
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be a string, got {type(name).__name__}")
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise ValueError(f"{what} must be an identifier, got {name!r}")
 
 
-def _with_names(expression: sympy.Expr, names: list[str]) -> Callable[..., sympy.Expr]:
-    """`expression` as a Python function whose parameters have these names."""
-
-    def build(*symbols: sympy.Symbol) -> sympy.Expr:
-        return expression.subs(dict(zip((sympy.Symbol(n, real=True) for n in names), symbols)))
-
-    build.__signature__ = inspect.Signature(
-        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-    )
-    return build
+class floor_of(truncate):  # noqa: N801
+    """Downwards."""
 
 
-def _operator(name: str, symbols: tuple[sympy.Symbol, ...], expression: sympy.Expr) -> torch._ops.OpOverload:
-    """The operator `fuser::name`: the expression in eager operations, so its gradient is theirs."""
-    compute = torch_function(symbols, expression)
-    schema = "(" + ", ".join(["Tensor x", *(f"float {s.name}" for s in symbols[1:])]) + ") -> Tensor"
-    torch.library.define(f"fuser::{name}", schema)
-    slope = torch_function(symbols, sympy.diff(expression, symbols[0]))
+class ceiling_of(truncate):  # noqa: N801
+    """Upwards."""
 
-    @torch.library.impl(f"fuser::{name}", "CompositeExplicitAutograd")
+
+# sympy's functions whose derivatives torch does not have -> the same with derivatives that it has.
+_DIFFERENTIABLE: dict[type, Callable[..., sympy.Expr]] = {
+    sympy.Max: lambda *values: functools.reduce(maximum, values),
+    sympy.Min: lambda *values: functools.reduce(minimum, values),
+    sympy.Abs: absolute, sympy.sign: sign, sympy.floor: floor_of, sympy.ceiling: ceiling_of,
+}  # fmt: skip
+
+
+def _differentiable(expression: sympy.Expr) -> sympy.Expr:
+    for theirs, ours in _DIFFERENTIABLE.items():
+        expression = expression.replace(theirs, ours)
+    return expression
+
+
+def _check_functions(what: str, expression: sympy.Basic) -> None:
+    """Raise `ValueError` for a function that has no torch counterpart, and for a constant that is not real."""
+    parts = sympy.preorder_traversal(expression)
+    for part in parts:
+        if isinstance(part, sympy.Expr) and part.is_number:
+            parts.skip()
+            try:
+                float(part)
+            except TypeError:
+                raise ValueError(f"{what} can't use the constant {part}, which is not a real number") from None
+        elif not isinstance(part, (sympy.Symbol, sympy.logic.boolalg.BooleanAtom, Piecewise, sympy.Tuple)):
+            name = getattr(part.func, "__name__", str(part.func))
+            if name not in _TORCH:
+                raise ValueError(f"{what} can't use the function {name}; it may use {', '.join(sorted(_TORCH))}")
+
+
+def _operator(function: Function, slope: sympy.Expr) -> torch._ops.OpOverload:
+    """The operator `fuser::name`: the expression in eager operations; its gradient is `slope` in eager operations."""
+    name, symbols = function.name, function.arguments
+    value_of, slope_of = torch_function(symbols, function.expression), torch_function(symbols, slope)
+    torch.library.define(f"fuser::{name}", f"(Tensor x{''.join(f', float {s.name}' for s in symbols[1:])}) -> Tensor")
+
+    def blank(x: torch.Tensor, *values: float) -> torch.Tensor:
+        if not x.is_floating_point():
+            raise TypeError(f"{name} takes a floating-point tensor, got {x.dtype}")
+        return torch.empty_like(x)
+
     def eager(x: torch.Tensor, *values: float) -> torch.Tensor:
-        return compute(x, *values)
-
-    torch.library.register_fake(f"fuser::{name}", lambda x, *values: torch.empty_like(x))
+        return blank(x).copy_(value_of(x, *values))
 
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         ctx.save_for_backward(inputs[0])
@@ -160,8 +202,10 @@ def _operator(name: str, symbols: tuple[sympy.Symbol, ...], expression: sympy.Ex
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        return gradient * slope(x, *ctx.values), *(None for _ in ctx.values)
+        return gradient * slope_of(x, *ctx.values), *(None for _ in ctx.values)
 
+    torch.library.impl(f"fuser::{name}", "CompositeExplicitAutograd", eager)
+    torch.library.register_fake(f"fuser::{name}", blank)
     torch.library.register_autograd(f"fuser::{name}", backward, setup_context=setup_context)
     return getattr(torch.ops.fuser, name).default
 
@@ -209,7 +253,7 @@ _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin,
     "acos": torch.acos, "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "tanh": torch.tanh,
     "asinh": torch.asinh, "acosh": torch.acosh, "atanh": torch.atanh, "erf": torch.erf, "erfc": torch.erfc,
-    "Abs": torch.abs, "absolute": torch.abs, "sign": torch.sgn, "sigmoid": torch.sigmoid, "expm1": torch.expm1,
-    "log1p": torch.log1p, "maximum": torch.maximum, "minimum": torch.minimum, "Max": torch.maximum,
-    "Min": torch.minimum, "truncate": torch.trunc, "floor": torch.floor, "ceiling": torch.ceil,
+    "absolute": torch.abs, "sign": torch.sgn, "sigmoid": torch.sigmoid, "expm1": torch.expm1, "log1p": torch.log1p,
+    "maximum": torch.maximum, "minimum": torch.minimum, "truncate": torch.trunc, "floor_of": torch.floor,
+    "ceiling_of": torch.ceil,
 }  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -119,18 +120,22 @@ def operation(node: Node) -> Operation | str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
         return "not a pointwise operation"
-    found = _named(node, target)
-    if found is None:
-        return "not a pointwise operation that fuser knows"
-    if isinstance(found, str):
-        return found
-    name, operands = found
+    function = activations.registered.get(target)
+    if function is not None:
+        function, operands = _renamed(function), _arguments(node)
+    else:
+        found = _named(node, target)
+        if found is None:
+            return "not a pointwise operation that fuser knows"
+        if isinstance(found, str):
+            return found
+        name, operands = found
+        function = _function(name)
     reason = _unsupported(node)
     if reason:
         return reason
-    function = _function(name)
     if (tensor_meta(node).dtype is torch.bool) != function.yields_mask:
-        return f"{name} of booleans"
+        return f"{function.name} of booleans"
     if any(not isinstance(o, (Node, float, int, bool)) for o in operands):
         return "an argument that is neither a tensor nor a real number"
     return Operation(function, tuple(float(o) if type(o) is int else o for o in operands))
@@ -171,12 +176,17 @@ def _function(name: str) -> Function:
     return activations.as_function(name, EXPRESSIONS[name])
 
 
+def _renamed(function: Function) -> Function:
+    """A registered activation under a name that no built-in function of the same kernel has."""
+    return replace(function, name=f"registered_{function.name}") if function.name in EXPRESSIONS else function
+
+
 def _named(node: Node, target: torch._ops.OpOverload) -> tuple[str, list[Any]] | str | None:
     """Function name and operands, a reason, or None for an operator that is not in the tables."""
     special = _SPECIAL.get(target)
     if special is not None:
         return special(node)
-    name = _PLAIN.get(target) or activations.registered.get(target)
+    name = _PLAIN.get(target)
     if name is None:
         return None
     if name == "copy" and tensor_meta(node).dtype is torch.bool:

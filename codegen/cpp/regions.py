@@ -61,6 +61,7 @@ def _lower_pointwise(lowering: Lowering, node: Node, fused: FusedNode) -> None:
         results.append(lowering.buffer(None, shape, strides, meta.dtype))
     _emit_pointwise(lowering, fused, sources, places, outputs, results, shape)
     define_results(lowering, node, results)
+    fused.notes.append("generated kernel")
 
 
 def _emit_pointwise(

@@ -1,5 +1,5 @@
 // Vectors of float or double by the compiler's vector extensions: loads, stores, conversions and functions.
-// FUSER_REAL (float or double) is the arithmetic type. Every function gives NaN for NaN, as eager does.
+// FUSER_REAL (float or double) is the arithmetic type. Functions give NaN for NaN, but sign_of 0, as eager's do.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -27,7 +27,6 @@ using lane_int = signed_of<sizeof(real)>::type;
 
 typedef real vec __attribute__((vector_size(vector_bytes)));
 typedef lane_int mask __attribute__((vector_size(vector_bytes)));  // all bits set where true
-typedef uint8_t bytes_of_lanes __attribute__((vector_size(width)));
 
 struct bfloat16 { uint16_t bits; };
 struct half { uint16_t bits; };
@@ -239,7 +238,7 @@ FUSER_INLINE vec copy_sign(vec magnitude, vec sign) {
 }
 FUSER_INLINE vec sign_of(vec x) { return is_nan(x) ? vec{} : (x > 0 ? broadcast(real(1)) : (x < 0 ? broadcast(real(-1)) : vec{})); }
 
-// Elementary functions: SLEEF's, which libtorch_cpu exports and eager itself calls.
+// Elementary functions: SLEEF's, which libtorch_cpu exports.
 #if defined(__AVX512F__)
 #define FUSER_SLEEF_F(name, precision) Sleef_##name##f16_##precision##avx512f
 #define FUSER_SLEEF_D(name, precision) Sleef_##name##d8_##precision##avx512f
@@ -290,14 +289,23 @@ FUSER_UNARY(arctangent, atan, u10)
 FUSER_UNARY(hyperbolic_sine, sinh, u10)
 FUSER_UNARY(hyperbolic_cosine, cosh, u10)
 FUSER_UNARY(hyperbolic_tangent, tanh, u10)
-FUSER_UNARY(area_sine, asinh, u10)
-FUSER_UNARY(area_cosine, acosh, u10)
+FUSER_UNARY(area_sine_below, asinh, u10)
+FUSER_UNARY(area_cosine_below, acosh, u10)
 FUSER_UNARY(area_tangent, atanh, u10)
 FUSER_UNARY(error_function, erf, u10)
 FUSER_UNARY(complementary_error_function, erfc, u15)
 FUSER_BINARY(power, pow, u10)
 FUSER_BINARY(arctangent2, atan2, u10)
 FUSER_BINARY(hypotenuse, hypot, u05)
+
+// SLEEF's asinh and acosh overflow where x^2 does; eager calls the C library's, which do not.
+constexpr real area_limit = sizeof(real) == 4 ? real(1e18) : real(1e150);
+FUSER_INLINE vec area_of_large(vec x) { return logarithm(x) + real(0.693147180559945309417232121458); }  // log(2 x)
+FUSER_INLINE vec area_sine(vec x) {
+  const vec magnitude = absolute(x);
+  return select(magnitude > area_limit, copy_sign(area_of_large(magnitude), x), area_sine_below(x));
+}
+FUSER_INLINE vec area_cosine(vec x) { return select(x > area_limit, area_of_large(x), area_cosine_below(x)); }
 
 FUSER_INLINE vec sigmoid_of(vec x) { return real(1) / (real(1) + exponential(-x)); }
 FUSER_INLINE mask is_infinite(vec x) { return absolute(x) == broadcast(std::numeric_limits<real>::infinity()); }

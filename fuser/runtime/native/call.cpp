@@ -192,6 +192,10 @@ Guard read_guard(PyObject* item) {
     guard.kind = Guard::Cell;
     TORCH_CHECK_VALUE(PyCell_Check(container), "a cell guard is on a closure's cell");
     guard.values.push_back(Ref::borrow(keys));
+  } else if (name == "attribute") {
+    guard.kind = Guard::Attribute;
+    guard.keys.push_back(Ref::borrow(keys));
+    guard.values.push_back(Ref::borrow(values));
   } else if (name == "item") {
     guard.kind = Guard::Item;
     TORCH_CHECK_VALUE(PyDict_Check(container), "an item guard is on a dict");

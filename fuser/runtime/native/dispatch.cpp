@@ -161,6 +161,12 @@ bool Guard::holds() const {
     case Empty: return PyDict_Check(c) ? PyDict_GET_SIZE(c) == 0 : PyObject_Size(c) == 0;
     case Cell: return PyCell_GET(c) == values[0].get();
     case Item: return PyDict_GetItemWithError(c, keys[0].get()) == values[0].get();
+    case Attribute: {
+      PyObject* value = PyObject_GetAttr(c, keys[0].get());
+      if (value == nullptr) PyErr_Clear();
+      Py_XDECREF(value);
+      return value == values[0].get();
+    }
     case Items: break;
   }
   const Py_ssize_t count = static_cast<Py_ssize_t>(values.size());

@@ -50,7 +50,7 @@ class Table {
 
 // One thing that must be as it was when the plans were bound.
 struct Guard {
-  enum Kind { Items, Empty, Cell, Item } kind;
+  enum Kind { Items, Empty, Cell, Item, Attribute } kind;
   Ref container;
   std::vector<Ref> keys, values;
   bool holds() const;

@@ -71,7 +71,12 @@ Tensors Plan::run(Inputs given, bool holds_gil, bool views) const {
   for (size_t i = 0; i < values.size(); ++i) {
     const Value& v = values[i];
     switch (v.kind) {
-      case Value::Input: frame.data[i] = given[v.index]->mutable_data_ptr(); break;
+      case Value::Input: {
+        const at::Tensor& t = *given[v.index];  // asking for writable memory would copy what is shared until written
+        const bool written = !written_.empty() && written_[v.index];
+        frame.data[i] = written ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr());
+        break;
+      }
       case Value::Constant: frame.data[i] = v.constant.mutable_data_ptr(); break;
       case Value::Arena: frame.data[i] = frame.arena + v.offset; break;
       case Value::Fresh:
