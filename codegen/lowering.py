@@ -30,6 +30,8 @@ _LAYOUT_AGNOSTIC = {
     aten.upsample_nearest2d.default,
     aten.cat.default,
     aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.constant_pad_nd.default,
 }
 
 
@@ -55,14 +57,18 @@ class Lowering:
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 value = tensor_meta(node)
-                self.define(node, Value("input", tuple(value.shape), value.stride(), value.dtype, index=position))
+                strides = node.meta.get("layout", value.stride())
+                self.define(node, Value("input", tuple(value.shape), strides, value.dtype, index=position))
                 position += 1
             elif node.op == "get_attr":
                 tensor = getattr(self.module, node.target)
                 node.meta["val"] = node.meta.get("val", tensor)
                 self.define(node, Value("constant", tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor=tensor))
             elif node.op == "output":
-                self.plan.outputs = [self.traced(n) for n in node.args[0]]
+                fixed = self.program.fixed_results
+                self.plan.outputs = [
+                    self.traced(n) if fixed is None or i < fixed else self.kept(n) for i, n in enumerate(node.args[0])
+                ]
             elif "fused" in node.meta:
                 self.fused(node, node.meta["fused"])
             else:
@@ -135,6 +141,16 @@ class Lowering:
     def traced(self, node: Node) -> int:
         """A value that holds `node` with the strides that tracing recorded."""
         return self.in_layout(node, tensor_meta(node).stride())
+
+    def kept(self, node: Node) -> int:
+        """A value that holds `node` in dense memory of its own, in whatever layout it was made."""
+        place = self.any_place(node)
+        value = self.plan.values[place]
+        if value.kind in ("buffer", "aten") and same_layout(
+            value.sizes, value.strides, channels_last_strides(value.sizes)
+        ):
+            return place
+        return self.traced(node)
 
     def is_channels_last(self, node: Node) -> bool:
         """Whether `node` was made channels-last although the trace has it otherwise."""

@@ -6,14 +6,18 @@ import argparse
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 STAGES = ("captured", "canonical", "fused", "code", "plan")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+INPUT_DTYPES = (*DTYPES, "int64", "int32", "int16", "int8", "uint8", "bool")
+WHERE = "(--debug shows where)"
 
 
 class UsageError(Exception):
@@ -31,8 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.debug:
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        prefix = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        print(f"fuser: {prefix}{lines[0]}", file=sys.stderr)
+        text = lines[0] if isinstance(error, UsageError) else f"{type(error).__name__}: {lines[0]} {WHERE}"
+        print(f"fuser: {text}", file=sys.stderr)
         return 2
 
 
@@ -60,14 +64,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="MODULE:NAME or FILE.py:NAME, a model or a function that makes one")
-    parser.add_argument("--input", action="append", required=True, metavar="SHAPE", help="e.g. 128x3x32x32; repeatable")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--input",
+        action="append",
+        required=True,
+        metavar="SHAPE[:DTYPE]",
+        help="e.g. 128x3x32x32, 4x7:int64 or scalar; repeatable",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model, and of inputs without DTYPE")
     parser.add_argument("--train", action="store_true", help="in training mode (default: eval mode)")
 
 
 def _dump(options: argparse.Namespace) -> int:
     from fuser import inspect
 
+    if options.format == "dot" and options.stage in ("code", "plan"):
+        raise UsageError(f"--format dot draws the stages captured, canonical and fused, not {options.stage}")
+    if options.output is not None and options.output.is_dir():
+        raise UsageError(f"can't write {options.output}: it is a folder")
     stages = _stages(options)
     if options.format == "dot":
         text = inspect.dot(stages, options.stage)
@@ -127,26 +141,44 @@ def _stages(options: argparse.Namespace) -> Any:
     from fuser.capture import CaptureError
     from fuser.pipeline import stages_of
 
-    shapes = [_shape(text) for text in options.input]
-    dtype = getattr(torch, options.dtype)
+    inputs = tuple(_input(text, options.dtype) for text in options.input)
     model = _model(options.model)
     if isinstance(model, torch.nn.Module):
-        model = model.train(options.train).to(dtype)
+        model = model.train(options.train).to(getattr(torch, options.dtype))
     try:
-        with torch.no_grad():
-            return stages_of(model, tuple(torch.randn(s).to(dtype) for s in shapes), {})
+        with torch.no_grad(), _quiet_tracing():
+            return stages_of(model, inputs, {})
     except CaptureError as error:
-        raise UsageError(f"{options.model} can't be traced with these inputs: {error}") from error
+        raise UsageError(f"{options.model} can't be traced with these inputs: {error} {WHERE}") from error
 
 
-def _shape(text: str) -> tuple[int, ...]:
+@contextmanager
+def _quiet_tracing() -> Iterator[None]:
+    """Without torch's log of the traceback of an error that is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
     try:
-        shape = tuple(int(n) for n in text.split("x"))
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _input(text: str, dtype: str) -> Any:
+    """A random tensor as `--input` describes it: SHAPE or SHAPE:DTYPE; a SHAPE `scalar` has no axes."""
+    import torch
+
+    sizes, colon, own = text.partition(":")
+    try:
+        shape = () if sizes == "scalar" else tuple(int(n) for n in sizes.split("x"))
     except ValueError:
         shape = (-1,)
     if any(n < 0 for n in shape):
-        raise UsageError(f"--input {text!r} is not a shape such as 128x3x32x32")
-    return shape
+        raise UsageError(f"--input {text!r} is not a shape such as 128x3x32x32, 4x7:int64 or scalar")
+    if colon and own not in INPUT_DTYPES:
+        raise UsageError(f"--input {text!r} has none of the types {', '.join(INPUT_DTYPES)}")
+    wanted = getattr(torch, own or dtype)
+    return (torch.randn(shape) if wanted.is_floating_point else torch.randint(0, 2, shape)).to(wanted)
 
 
 def _model(reference: str) -> Any:
@@ -164,8 +196,11 @@ def _model(reference: str) -> Any:
         found = getattr(found, part)
     made = found if isinstance(found, torch.nn.Module) else _made(found, reference)
     if not callable(made):
-        raise UsageError(f"{reference} gives a {type(made).__name__}, which is neither a module nor a function")
+        raise UsageError(f"{reference} gives {_NEITHER.format(type(made).__name__)}")
     return made
+
+
+_NEITHER = "an object of type {}, which is neither a torch.nn.Module nor a function"
 
 
 def _made(factory: Callable, reference: str) -> Any:
@@ -173,10 +208,12 @@ def _made(factory: Callable, reference: str) -> Any:
     import inspect
 
     if not callable(factory):
-        raise UsageError(f"{reference} is a {type(factory).__name__}, which is neither a module nor a function")
+        raise UsageError(f"{reference} is {_NEITHER.format(type(factory).__name__)}")
     try:
         inspect.signature(factory).bind()
-    except TypeError:
+    except TypeError as error:
+        if inspect.isclass(factory):
+            raise UsageError(f"{reference} needs arguments ({error}): write a function that makes it") from None
         return factory
     except ValueError:
         pass

@@ -58,6 +58,7 @@ class Compiler:
             split = partition(program, variables)
             seconds = {**(seconds or {}), "derive": time.perf_counter() - start}
             plan = self.plan(split.forward, what, seconds)
+            split.keep_layouts(plan.output_strides)
             gradients = _Gradients(self, split, what)
             return self.native.Function(
                 plan,

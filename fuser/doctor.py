@@ -46,9 +46,9 @@ def _cpu() -> str:
     return f"{counts}, {' '.join(known)}"
 
 
-# What a kernel sees of the number of threads that torch was told to use.
+# What a kernel sees of the number of threads that torch was told to use. In a folder of its own: it is no kernel.
 _OPENMP_PROBE = cache.Source(
-    "openmp_probe", '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
+    "doctor/openmp_probe", '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
 )
 
 
@@ -65,6 +65,7 @@ def _openmp(can_build: bool) -> Finding:
 
 def kernels_follow_torch() -> bool | None:
     """Whether a kernel sees what `torch.set_num_threads` says; None if no kernel can be built."""
+    (cache.folder() / "doctor").mkdir(mode=0o700, exist_ok=True)
     (library,) = cache.build([_OPENMP_PROBE])
     if isinstance(library, cache.BuildError):
         return None
@@ -104,7 +105,16 @@ def _cache() -> Finding:
     chosen = os.environ.get("FUSER_CACHE_DIR")
     fine = chosen is None or Path(chosen).resolve() == Path(info["folder"]).resolve()
     note = "" if fine else f" instead of {chosen}, which can't be used: make it writable for you alone"
-    return Finding("cache", f"{info['folder']}{note}, {info['kernels']} kernels, {info['bytes']} bytes", fine)
+    kernels = f"{info['kernels']} kernel{'' if info['kernels'] == 1 else 's'}"
+    return Finding("cache", f"{info['folder']}{note}, {kernels}, {_size(info['bytes'])}", fine)
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{size:.1f} {unit}".replace(".0 ", " ")
 
 
 def _runtime(can_build: bool) -> Finding:

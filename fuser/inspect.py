@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from fuser.codegen.plan import AtenStep, KernelStep, PackStep, Plan
 from fuser.fused import FusedNode
 from fuser.pipeline import Stages
+from fuser.program import Program
 from fuser.runtime.memory import place
 
 
@@ -18,12 +20,13 @@ def text(stages: Stages, stage: str) -> str:
     if stage == "code":
         return "\n".join(stages.plan.sources())
     if stage == "plan":
-        return _plan_text(stages.plan)
-    module = _module(stages, stage)
-    lines = [_line(node) for node in module.graph.nodes]
-    for node in module.graph.nodes:
+        return _plan_text(stages.plan, _input_names(stages.fused))
+    program = _program(stages, stage)
+    nodes, names = program.graph_module.graph.nodes, _input_names(program)
+    lines = [_line(node, names) for node in nodes]
+    for node in nodes:
         if "fused" in node.meta:
-            lines += ["", *_fused_lines(node.meta["fused"])]
+            lines += ["", *_fused_lines(node.meta["fused"], names)]
     return "\n".join(lines)
 
 
@@ -40,28 +43,41 @@ def data(stages: Stages, stage: str) -> dict[str, Any]:
             "values": [v.describe() for v in stages.plan.values],
             "steps": [_step_text(stages.plan, step) for step in stages.plan.steps],
         }
-    return {"stage": stage, "nodes": [_node_data(node) for node in _module(stages, stage).graph.nodes]}
+    program = _program(stages, stage)
+    names = _input_names(program)
+    return {"stage": stage, "nodes": [_node_data(node, names) for node in program.graph_module.graph.nodes]}
 
 
 def dot(stages: Stages, stage: str) -> str:
-    """The stage's graph in Graphviz's language."""
-    module = _module(stages, "fused" if stage in ("code", "plan") else stage)
+    """The graph after `stage` (captured, canonical or fused) in Graphviz's language."""
+    program = _program(stages, stage)
+    names = _input_names(program)
     lines = ["digraph fuser {", "  node [shape=box, fontname=monospace];"]
-    for node in module.graph.nodes:
+    for node in program.graph_module.graph.nodes:
         style = ', style=filled, fillcolor="lightblue"' if "fused" in node.meta else ""
-        lines.append(f'  "{node.name}" [label="{node.name}\\n{_shape(node)}"{style}];')
+        lines.append(f'  "{node.name}" [label="{_label(node.name, names)}\\n{_shape(node)}"{style}];')
         lines += [f'  "{source.name}" -> "{node.name}";' for source in node.all_input_nodes]
     return "\n".join([*lines, "}"])
 
 
-def _module(stages: Stages, stage: str) -> GraphModule:
-    return {"captured": stages.captured, "canonical": stages.canonical, "fused": stages.fused}[stage].graph_module
+def _program(stages: Stages, stage: str) -> Program:
+    return {"captured": stages.captured, "canonical": stages.canonical, "fused": stages.fused}[stage]
 
 
-def _line(node: Node) -> str:
+def _input_names(program: Program) -> dict[str, str]:
+    """The placeholders' names -> what the model calls them."""
+    return {node.name: given.name for node, given in zip(program.placeholders, program.inputs)}
+
+
+def _label(name: str, names: dict[str, str]) -> str:
+    """A node's name, with what the model calls it if it is an input."""
+    return f"{name} ({names[name]})" if name in names else name
+
+
+def _line(node: Node, names: dict[str, str]) -> str:
     arguments = ", ".join([*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())])
     if node.op == "placeholder":
-        return f"{node.name}: {_shape(node)}"
+        return f"{_label(node.name, names)}: {_shape(node)}"
     if node.op == "output":
         return f"return {', '.join(map(str, node.args[0]))}"
     return f"{node.name}: {_shape(node)} = {_target(node)}({arguments})"
@@ -88,25 +104,28 @@ def _shape(node: Node) -> str:
     return ""
 
 
-def _fused_lines(fused: FusedNode) -> list[str]:
+def _fused_lines(fused: FusedNode, names: dict[str, str]) -> list[str]:
     how = "; ".join(fused.notes)
     header = f"{fused.name} ({fused.pattern}{': ' + how if how else ''}):"
     return [
         header,
         *(
-            "    " + _line(node) if node.op != "output" else f"    return {node.args[0]}"
+            "    " + _line(node, names) if node.op != "output" else f"    return {node.args[0]}"
             for node in fused.members.graph.nodes
         ),
     ]
 
 
-def _node_data(node: Node) -> dict[str, Any]:
+def _node_data(node: Node, names: dict[str, str]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
         "target": str(node.target),
         "inputs": [n.name for n in node.all_input_nodes],
+        "arguments": _plain_arguments(node),
     }
+    if node.op == "placeholder":
+        entry["input"] = names.get(node.name)
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         entry |= {
@@ -119,17 +138,39 @@ def _node_data(node: Node) -> dict[str, Any]:
         entry |= {
             "pattern": fused.pattern,
             "how": list(fused.notes),
-            "members": [_node_data(n) for n in fused.members.graph.nodes if n.op == "call_function"],
+            "members": [_node_data(n, names) for n in fused.members.graph.nodes if n.op == "call_function"],
         }
     return entry
 
 
-def _plan_text(plan: Plan) -> str:
+def _plain_arguments(node: Node) -> dict[str, Any]:
+    """The arguments without tensors, by the operator's names for them, else by position."""
+    names = range(len(node.args))
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [a.name for a in node.target._schema.arguments]
+    given = {str(name): value for name, value in zip(names, node.args)} | node.kwargs
+    return {name: _plain(value) for name, value in given.items() if not _holds_node(value)}
+
+
+def _holds_node(value: Any) -> bool:
+    return isinstance(value, Node) or isinstance(value, (list, tuple)) and any(map(_holds_node, value))
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: numbers that JSON lacks, dtypes and the like as strings."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)) or isinstance(value, float) and math.isfinite(value):
+        return value
+    return str(value)
+
+
+def _plan_text(plan: Plan, names: dict[str, str]) -> str:
     layout = place(plan)
     lines = [f"arena: {layout.nbytes} bytes", "values:"]
     for i, value in enumerate(plan.values):
         where = f" at {layout.offsets[i]}" if i in layout.offsets else " fresh" if i in layout.fresh else ""
-        lines.append(f"  %{i}{' (' + value.node + ')' if value.node else ''}: {value.describe()}{where}")
+        lines.append(f"  %{i}{f' ({_label(value.node, names)})' if value.node else ''}: {value.describe()}{where}")
     lines.append("steps:")
     lines += [f"  {i}: {_step_text(plan, step)}" for i, step in enumerate(plan.steps)]
     return "\n".join([*lines, "returns: " + ", ".join(f"%{v}" for v in plan.outputs)])

@@ -41,11 +41,13 @@ class Program:
     The graph returns a flat tuple of tensors. `structure` says how they nest: ("tensor", i), ("tuple", [..]),
     ("list", [..]), ("dict", [(key, ..)]), ("const", object) or ("call", callable, [..]).
     Writes to inputs (a running mean, an argument changed in place) are `aten.copy_` nodes at the end of the graph.
+    Results behind the first `fixed_results` (None: all) may come in another layout than the traced one.
     """
 
     graph_module: GraphModule
     inputs: tuple[Input, ...]
     structure: Any
+    fixed_results: int | None = None
 
     @property
     def placeholders(self) -> list[Node]:

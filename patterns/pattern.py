@@ -19,7 +19,8 @@ class Pattern:
     tensor, the value that the epilogue continues. `bias` is the position of the anchor's own bias argument, if it
     has one. `guard(node)` returns None to accept an anchor, or the reason to leave it alone, which the report shows.
     `through_views` lets the epilogue continue behind a reshape of the dense result. `alone` says whether an
-    anchor with nothing to fuse is still worth a node of its own (a kernel may beat ATen's).
+    anchor with nothing to fuse is still worth a node of its own (a kernel may beat ATen's). `epilogue` lets pointwise
+    work continue on the result, `prologue` takes in the work that makes the first argument and serves nothing else.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Pattern:
     guard: Callable[[Node], str | None] = field(default=lambda node: None)
     through_views: bool = False
     alone: bool = False
+    epilogue: bool = True
+    prologue: bool = False
 
 
 _patterns: list[Pattern] = []

@@ -11,8 +11,9 @@ from torch import nn
 import fuser
 from fuser import pipeline
 from fuser.capture import capture
-from fuser.patterns import activations
+from fuser.patterns import activations, registered_patterns
 from fuser.state import observe
+from fuser.torch_private import FakeTensorMode
 
 x = sympy.Symbol("x")
 
@@ -43,18 +44,104 @@ def test_piecewise_activations_work_in_eager_too() -> None:
     torch.testing.assert_close(fuser.optimize(lambda t: ramp(t))(data), expected)
 
 
+def test_registered_names_are_apart_from_the_built_in_ones() -> None:
+    next_one = fuser.register_activation("square", x + 1)
+    tripled = fuser.register_activation("add", 3 * x)
+    report = compiled(check(lambda t: next_one(t).square() + tripled(t), torch.randn(4, 5)))
+    (entry,) = report.fused
+    assert entry.how == "generated kernel" and len(entry.members) == 4
+    data = torch.randn(3)
+    assert torch.equal(next_one(data), data + 1) and torch.equal(data.square(), data * data)
+
+
 @pytest.mark.parametrize(
-    "name, expression, error, message",
+    "name, expression",
     [
-        ("not a name", x, ValueError, "identifier"),
-        ("relu", x, ValueError, "already"),
-        ("other", sympy.Symbol("y"), ValueError, "neither x nor"),
-        ("text", "x + 1", TypeError, "sympy expression"),
+        ("three_way", sympy.Max(x, 0, -x / 2)),
+        ("capped", sympy.Min(x, 1) * x),
+        ("signed", sympy.sign(x) * x**2),
+        ("stairs", sympy.floor(x) * x + sympy.ceiling(2 * x)),
+        ("folded", sympy.Abs(x - 1) + sympy.sqrt(x**2)),
+        ("nested", sympy.Max(sympy.Abs(x), sympy.floor(x) * x)),
     ],
 )
-def test_bad_activations_are_refused(name: str, expression: object, error: type, message: str) -> None:
+def test_functions_with_kinks_are_differentiable(name: str, expression: sympy.Expr) -> None:
+    function = fuser.register_activation(name, expression)
+    data = torch.tensor([-2.3, -0.4, 0.7, 1.9], dtype=torch.float64, requires_grad=True)
+    expected = [float(expression.subs(x, v)) for v in data.tolist()]
+    torch.testing.assert_close(function(data).tolist(), expected)
+    assert torch.autograd.gradcheck(function, data) and torch.autograd.gradgradcheck(function, data)
+    compiled(check(function, data.detach()))
+
+
+def test_results_are_laid_out_as_empty_like() -> None:
+    data = torch.randn(3, 1).expand(3, 4)
+    for function in (fuser.register_activation("same", x), fuser.register_activation("two", sympy.Integer(2) + 0 * x)):
+        result = function(data)
+        assert result.stride() == torch.empty_like(data).stride() and result.data_ptr() != data.data_ptr()
+        compiled(check(function, torch.randn(4, 3).t()))
+
+
+@pytest.mark.parametrize("data", [torch.arange(3), torch.tensor([True]), torch.zeros(2, dtype=torch.complex64)])
+def test_registered_activations_take_floating_point_tensors(squareplus: object, data: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=f"squareplus takes a floating-point tensor, got {data.dtype}"):
+        squareplus(data)
+    with FakeTensorMode() as mode, pytest.raises(TypeError, match=str(data.dtype)):
+        squareplus(mode.from_tensor(data))
+    with pytest.raises(TypeError, match=str(data.dtype)):
+        fuser.optimize(lambda t: squareplus(t))(data)
+
+
+def test_parameters_may_have_any_name() -> None:
+    names = ["double", "float", "mask", "mask_a", "self", "Tensor", "inf", "t0", "vec", "args"]
+    weighted = x * sum((i + 1) * sympy.Symbol(n) for i, n in enumerate(names))
+    function = fuser.register_activation("weighted", weighted, dict.fromkeys(names, 1.0))
+    data = torch.randn(6)
+    torch.testing.assert_close(function(data, 2.0, self=3), data * (55 + 1 + 10))
+    compiled(check(lambda t: function(t, 2.0, mask=0.5), data))
+
+
+def test_arguments_are_bound_as_python_does(squareplus: object) -> None:
+    data = torch.randn(3)
+    assert torch.equal(squareplus(x=data, b=3), squareplus(data, 3.0))
+    for args, kwargs, message in [
+        ((data,), {"c": 1.0}, "unexpected keyword argument 'c'"),
+        ((data, 1.0, 2.0), {}, "too many positional arguments"),
+        ((data, 1.0), {"b": 2.0}, "multiple values for argument 'b'"),
+        ((), {"b": 2.0}, "missing a required argument: 'x'"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            squareplus(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "name, expression, parameters, error, message",
+    [
+        ("not a name", x, None, ValueError, "identifier"),
+        (3, x, None, TypeError, "must be a string, got int"),
+        ("relu", x, None, ValueError, "taken already"),
+        ("squareplus", x, None, ValueError, "taken already"),
+        ("other", sympy.Symbol("y"), None, ValueError, "neither x nor"),
+        ("other", "x + 1", None, TypeError, "sympy expression"),
+        ("other", x * sympy.I, None, ValueError, "constant I, which is not a real number"),
+        ("other", x + sympy.sqrt(-2), None, ValueError, "not a real number"),
+        ("other", x**sympy.I, None, ValueError, "not a real number"),
+        ("other", x + sympy.zoo, None, ValueError, "not a real number"),
+        ("other", sympy.gamma(x), None, ValueError, "can't use the function gamma"),
+        ("other", sympy.Heaviside(x), None, ValueError, "can't use the function Heaviside"),
+        ("other", sympy.Integral(sympy.exp(-(x**2)), (x, 0, x)), None, ValueError, "can't use the function Integral"),
+        ("other", x, {"x": 1.0}, ValueError, "can't be called x"),
+        ("other", x, {"lambda": 1.0}, ValueError, "a parameter's name must be an identifier"),
+        ("other", x, {"two words": 1.0}, ValueError, "a parameter's name must be an identifier"),
+        ("other", x, {3: 1.0}, TypeError, "a parameter's name must be a string"),
+    ],
+)
+def test_bad_activations_are_refused(
+    squareplus: object, name: object, expression: object, parameters: object, error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
-        fuser.register_activation(name, expression)
+        fuser.register_activation(name, expression, parameters)
+    assert not hasattr(torch.ops.fuser, "other")
 
 
 def test_a_registered_pattern_fuses_in_place() -> None:
@@ -71,6 +158,31 @@ def test_a_registered_pattern_fuses_in_place() -> None:
         fuser.register_pattern(fuser.Pattern("wrong", frozenset({torch.cumsum})))
     with pytest.raises(TypeError, match="takes a fuser.Pattern"):
         fuser.register_pattern("cumsum")
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    "anchors, more, error, message",
+    [
+        (aten.cumprod.default, {}, TypeError, "must be a set of overloads, got <OpOverload"),
+        ([aten.cumprod.default], {}, TypeError, "must be a set of overloads"),
+        (set(), {}, ValueError, "names no anchor"),
+        ({aten.cumprod.default}, {"bias": "x"}, TypeError, "must be an argument's position, got 'x'"),
+        ({aten.cumprod.default}, {"bias": True}, TypeError, "must be an argument's position"),
+        ({aten.cumprod.default}, {"bias": 3}, ValueError, "has 3 arguments, so its bias can't be number 3"),
+        ({aten.cumprod.default}, {"bias": -1}, ValueError, "can't be number -1"),
+        ({aten.cumprod.default}, {"guard": None}, TypeError, "must be a function of a node, got None"),
+        ({aten.std_mean.correction}, {}, ValueError, "does not return exactly one tensor"),
+        ({aten.equal.default}, {}, ValueError, "does not return exactly one tensor"),
+    ],
+)
+def test_bad_patterns_are_refused(anchors: object, more: dict, error: type, message: str) -> None:
+    before = registered_patterns()
+    with pytest.raises(error, match=message):
+        fuser.register_pattern(fuser.Pattern("wrong", anchors, **more))
+    assert registered_patterns() == before
 
 
 def evaluate(expression: sympy.Expr, **values: float) -> float:

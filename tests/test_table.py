@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from oracle import check, compiled
 from torch import nn
 from torch.nn import functional as F
+
+import fuser
 
 ACTIVATIONS = {
     "identity": lambda x: x,
@@ -155,3 +159,21 @@ def test_special_values_go_through_anchors(anchor: str) -> None:
     images = {name: with_special_values(x) for name, x in layouts(torch.float32).items()}
     images = {name: x.clamp(-1e3, 1e3) for name, x in images.items()}  # infinities meet: eager's order decides NaN
     compiled(check(model, images, what=anchor))
+
+
+@pytest.mark.parametrize("dtype", SINGLE_AND_DOUBLE)
+@pytest.mark.parametrize("function", [torch.asinh, torch.acosh])
+def test_area_functions_over_the_whole_range(function: Callable, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    low, high = (-30, 38.5) if dtype is torch.float32 else (-300, 308.2)
+    sizes = torch.logspace(low, high, 2000, dtype=torch.float64)
+    special = torch.tensor([0, 1, info.tiny / 4, info.max, 1e18, float("inf"), float("nan")], dtype=torch.float64)
+    x = torch.cat([sizes, special, 1 + sizes]).to(dtype)
+    x = torch.cat([x, -x])
+    optimized = fuser.optimize(lambda t: function(t))
+    with torch.no_grad():
+        actual, expected = optimized(x), function(x)
+    compiled(optimized.report())
+    torch.testing.assert_close(actual, expected, rtol=2 * info.eps, atol=0, equal_nan=True)
+    signed = ~expected.isnan()
+    assert torch.equal(actual.signbit()[signed], expected.signbit()[signed])

@@ -24,6 +24,8 @@ aten = torch.ops.aten
 LARGEST_PACKED_WEIGHT = 768 << 10
 # With fewer rows than this a product only streams its weight, which a packed copy would make it read twice.
 FEW_ROWS = 16
+# Beyond this many multiplications the library is faster than a product without packing.
+MOST_OUTER_PRODUCTS = 1 << 24
 SMALL_WEIGHT = 256 << 10
 
 
@@ -55,6 +57,16 @@ def _paired(columns: int, depth: int, dtype: torch.dtype) -> bool:
     width = vector_width(dtype)
     one_sum = columns > width or depth <= 24  # as `depth_per_sum` in tile.h
     return width * dtype.itemsize == 32 and 0 < columns % width <= width // 2 and one_sum
+
+
+def outer_source(name: str, body: Body, columns: int) -> str:
+    """C++ for a product whose left factor is a line of memory along the rows: the gradient of a weight.
+
+    ptrs: left, right, then the body's loads and stores, whose steps run over (batch, row, column).
+    args: batches, rows, columns, depth, left batch and depth strides, right batch and depth strides, then three
+    strides each.
+    """
+    return render("outer.cpp.j2", name, body, columns, first_pointer=2, first_stride="(args + 8)")
 
 
 def dot_source(name: str, body: Body) -> str:
@@ -90,6 +102,9 @@ class Product(Anchored):
         weight = self.columns * self.depth * self.meta.element_size()
         if self.streams():
             return None
+        if self.is_outer():
+            large = self.rows * self.columns * self.depth > MOST_OUTER_PRODUCTS
+            return "the product is large: the library's blocking wins" if large else None
         if weight > LARGEST_PACKED_WEIGHT:
             return "the weight is large: the library's blocking wins"
         if self.rows * self.batches < FEW_ROWS and weight > SMALL_WEIGHT:
@@ -105,6 +120,8 @@ class Product(Anchored):
     def lower(self) -> None:
         lowering, values = self.lowering, self.lowering.plan.values
         x = self.place_of(self.x)
+        if self.is_outer():
+            return self.lower_outer(x)
         if values[x].strides[-1] != 1 and self.depth != 1:
             x = lowering.in_layout(self.outer[self.x], dense_strides(values[x].sizes))
         if self.streams():
@@ -142,6 +159,32 @@ class Product(Anchored):
             KernelStep(name, code, [x, packed, *places, *results], arguments, results, self.fused.name)
         )
         loops.define_results(lowering, self.node, results)
+
+    def is_outer(self) -> bool:
+        """Whether both factors are lines of memory along the result's axes, so that neither needs packing."""
+        values = self.lowering.plan.values
+        left, right = values[self.place_of(self.x)].strides, values[self.place_of(self.factor)].strides
+        return left[-2] == 1 and left[-1] != 1 and right[-1] == 1 and self.depth > 1
+
+    def lower_outer(self, left: int) -> None:
+        """The product of two factors that are read as they lie."""
+        values, right = self.lowering.plan.values, self.place_of(self.factor)
+        body, places, strides, results = self.epilogue()
+        name = loops.symbol_of(self.fused)
+        steps = []
+        for along, step in ((values[left].strides, -1), (values[right].strides, -2)):
+            steps += [along[0] if len(along) == 3 else 0, along[step]]
+        self.lowering.plan.steps.append(
+            KernelStep(
+                name,
+                outer_source(name, body, self.columns),
+                [left, right, *places, *results],
+                [self.batches, self.rows, self.columns, self.depth, *steps, *strides],
+                results,
+                self.fused.name,
+            )
+        )
+        loops.define_results(self.lowering, self.node, results)
 
     def lower_streaming(self, x: int) -> None:
         """The product that leaves the weight where it is."""

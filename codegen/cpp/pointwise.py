@@ -15,7 +15,9 @@ _EXPENSIVE = 12
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
+    """One tensor in a generated loop: its pointer, and how it moves along the innermost loop."""
+
     name: str
     pointer: str
     step: Step
@@ -58,16 +60,16 @@ def cost(body: Body) -> int:
     return total
 
 
-def _tensor(access: Load | Store, name: str) -> _Tensor:
+def _tensor(access: Load | Store, name: str) -> Tensor:
     pointer = f"{'const ' if isinstance(access, Load) else ''}{C_TYPES[access.dtype]}*"
-    return _Tensor(f"{name}_at", pointer, access.steps[-1])
+    return Tensor(f"{name}_at", pointer, access.steps[-1])
 
 
-def _kind(tensor: _Tensor) -> str:
+def _kind(tensor: Tensor) -> str:
     return "mask" if "bool" in tensor.pointer else "vec"
 
 
-def _lines(body: Body, tensors: list[_Tensor], partial: bool) -> list[str]:
+def _lines(body: Body, tensors: list[Tensor], partial: bool) -> list[str]:
     lines = []
     count = "n" if partial else "width"
     for load, t in zip(body.loads, tensors):

@@ -10,9 +10,11 @@ from torch.fx import Node
 from fuser.codegen.aten import encode_arguments
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.conv import Convolution
+from fuser.codegen.cpp.gradients import ConvWeightGradient, MaxPoolGradient
 from fuser.codegen.cpp.loops import collapse, copy, define_results, outer_nodes, pointwise_step, spread, symbol_of
 from fuser.codegen.cpp.matmul import Product
 from fuser.codegen.cpp.pool import MaxPool
+from fuser.codegen.cpp.reduce import Sum
 from fuser.codegen.epilogue import Operand, build_body, inputs_of_body, outputs_of, shape_where_read
 from fuser.codegen.plan import (
     AtenStep,
@@ -141,6 +143,10 @@ _GENERATED: dict[torch._ops.OpOverload, type[Anchored]] = {
     aten.baddbmm.default: Product,
     aten.convolution.default: Convolution,
     aten.max_pool2d.default: MaxPool,
+    aten.sum.default: Sum,
+    torch.ops.fuser.max_pool2d_gradient.default: MaxPoolGradient,
+    torch.ops.fuser.conv2d_weight_gradient.default: ConvWeightGradient,
+    aten.sum.dim_IntList: Sum,
 }
 
 __all__ = ["copy", "lower"]

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fuser.fused import tensor_meta
+from fuser.patterns.gradients import CONV2D_WEIGHT_GRADIENT
 from fuser.program import Program, unchanged_copy
 
 aten = torch.ops.aten
@@ -176,6 +177,62 @@ def _pool_without_indices(node: Node) -> None:
             _replace(result, insert(node.graph, aten.max_pool2d.default, *node.args))
 
 
+# Convolutions up to this many weights have gradients of our own; beyond, the library's blocking wins.
+_MOST_WEIGHTS = 40_000
+
+
+def _convolution_gradients(node: Node) -> None:
+    """Each gradient by itself: the bias's is a sum, the input's another convolution where the stride is 1."""
+    gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = node.args
+    items = {user.args[1]: user for user in node.users}
+    dy, w = tensor_meta(gradient), tensor_meta(weight)
+    graph = node.graph
+    if dy.dtype in (torch.float32, torch.float64):
+        with graph.inserting_before(node):
+            if 2 in items:
+                axes = [i for i in range(dy.dim()) if i != 1]
+                _replace(items.pop(2), insert(graph, aten.sum.dim_IntList, gradient, axes))
+            own = dy.dim() == 4 and groups == 1 and not transposed and w.numel() <= _MOST_WEIGHTS and dy.numel() > 0
+            widen = lambda v: [*v] * (2 // len(v))  # noqa: E731
+            if own:
+                stride, padding, dilation = widen(stride), widen(padding), widen(dilation)
+            if own and 1 in items and w.shape[0] >= 4:
+                read = x
+                if any(padding):
+                    read = insert(graph, aten.constant_pad_nd.default, x, [padding[1]] * 2 + [padding[0]] * 2)
+                sizes = list(w.shape)
+                _replace(items.pop(1), insert(graph, CONV2D_WEIGHT_GRADIENT, gradient, read, sizes, stride, dilation))
+            reach = [d * (k - 1) - p for d, k, p in zip(dilation, w.shape[2:], padding)]
+            if own and 0 in items and w.shape[1] >= 4 and all(s == 1 for s in stride) and min(reach) >= 0:
+                turned = insert(graph, aten.flip.default, insert(graph, aten.transpose.int, weight, 0, 1), [2, 3])
+                _replace(
+                    items.pop(0),
+                    insert(
+                        graph,
+                        aten.convolution.default,
+                        gradient,
+                        turned,
+                        None,
+                        [1, 1],
+                        reach,
+                        dilation,
+                        False,
+                        [0, 0],
+                        1,
+                    ),
+                )
+    if not items:
+        graph.erase_node(node)
+    else:
+        node.args = (*node.args[:10], [i in items for i in range(3)])
+
+
+def _batch_norm_gradients(node: Node) -> None:
+    """Only those that are used."""
+    used = {user.args[1] for user in node.users}
+    node.args = (*node.args[:9], [i in used for i in range(3)])
+
+
 def _alias(node: Node) -> None:
     """Another name for an intermediate value; of an input it must stay, since `detach` may be returned."""
     if node.args[0].op != "placeholder":
@@ -187,6 +244,8 @@ _REWRITES: dict[Any, Callable[[Node], None]] = {
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.rrelu_with_noise.default: _rrelu_in_eval,
     aten.max_pool2d_with_indices.default: _pool_without_indices,
+    aten.convolution_backward.default: _convolution_gradients,
+    aten.native_batch_norm_backward.default: _batch_norm_gradients,
     aten.alias.default: _alias,
     aten.detach.default: _alias,
 }

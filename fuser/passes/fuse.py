@@ -52,7 +52,10 @@ class _Fusion:
             reason = pattern.guard(node)
             if reason is None:
                 region = _Region(self, node, pattern)
-                region.grow()
+                if pattern.prologue:
+                    region.take_prologue()
+                if pattern.epilogue:
+                    region.grow()
                 if len(region.members) > 1 or pattern.alone:
                     self.contract(region)
                     continue
@@ -175,6 +178,12 @@ class _Region:
                 impure_tainted |= node.op != "output" and not is_pure(node)
             waiting = {n for n in waiting if n not in self.members and n not in self.tainted}
 
+    def take_prologue(self) -> None:
+        """Take in what makes the anchor's first argument and serves nothing else."""
+        self.shape = tensor_meta(self.seed.args[0]).shape
+        self.pull(self.seed)
+        self.shape = tensor_meta(self.seed).shape
+
     def accepts(self, node: Node) -> bool:
         if len(self.members) >= MOST_MEMBERS or any(n in self.tainted for n in node.all_input_nodes):
             return False
@@ -217,7 +226,7 @@ class _Region:
         for producer in node.all_input_nodes:
             if producer in self.members or producer in self.tainted or not self.fusion.is_pointwise(producer):
                 continue
-            if self.pattern is not None and self.seed in producer.users:
+            if self.pattern is not None and self.seed in producer.users and not self.pattern.prologue:
                 continue
             fits = tensor_meta(producer).shape == self.shape and compute_dtype(producer) == self.dtype
             only_here = all(user in self.members for user in producer.users)
@@ -235,7 +244,8 @@ class _Region:
             for n in members
             if n in self.fusion.operations and isinstance(self.fusion.operations[n], Operation)
         ]
-        words += steps if len(steps) <= 6 else [*steps[:5], f"and_{len(steps) - 5}_more"]
+        steps = steps if len(steps) <= 6 else [*steps[:5], f"and_{len(steps) - 5}_more"]
+        words = [*steps, *words] if self.pattern and self.pattern.prologue else [*words, *steps]
         return "_".join(words) or "view"
 
 

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from fuser.fused import Operation, tensor_meta
 from fuser.passes.canonicalise import is_pure
 from fuser.patterns import operation
+from fuser.patterns.gradients import MAX_POOL2D_GRADIENT
 from fuser.program import Input, LazyGraphModule, Program, remove_unused
 
 aten = torch.ops.aten
@@ -43,6 +44,12 @@ class Split:
     def kept(self) -> list[torch.Tensor]:
         """Metadata of what lives from forward to backward and is neither an input nor a result."""
         return [n.meta["val"] for n in self.forward.results[self.results :]]
+
+    def keep_layouts(self, strides: Sequence[Sequence[int]]) -> None:
+        """Note in the backward program the strides with which the compiled forward program gives its results."""
+        for (kind, index), node in zip(self.sources, self.backward.placeholders):
+            if kind == "result":
+                node.meta["layout"] = tuple(strides[index])
 
     @property
     def unread(self) -> tuple[int, ...]:
@@ -101,9 +108,11 @@ def partition(program: Program, variables: Sequence[int]) -> Split:
     """Split `program` for the gradients of its inputs at the positions `variables` (floating-point ones)."""
     joint = program.joint(variables)
     graph = joint.graph_module.graph
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target is aten.native_batch_norm_backward.default and node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])  # in training they play no part
+        if node.target is aten.max_pool2d_with_indices_backward.default:
+            _pool_without_indices(node)
     results, writes = len(program.results), program.writes
     reached = differentiable_results(program, variables)
     inputs = joint.placeholders[: len(program.inputs)]
@@ -126,6 +135,16 @@ def partition(program: Program, variables: Sequence[int]) -> Split:
     forward = _forward(joint, program, outputs, results, writes, extra)
     back = _backward(joint, kept, [cotangents[i] for i in reached], set(cotangents.values()), gradients)
     return Split(program, forward, back, results, tuple(variables), tuple(reached), tuple(sources))
+
+
+def _pool_without_indices(node: Node) -> None:
+    """The indices of the maxima are found again rather than kept: they take twice the memory of what is pooled."""
+    gradient, x, kernel, stride, padding, dilation, ceil, _ = node.args
+    if tensor_meta(x).dim() != 4 or tensor_meta(x).dtype not in (torch.float32, torch.float64):
+        return
+    widen = lambda v: [*v] * (2 // len(v))  # noqa: E731
+    node.target = MAX_POOL2D_GRADIENT
+    node.args = (gradient, x, widen(kernel), widen(stride or kernel), widen(padding), widen(dilation), ceil)
 
 
 def differentiable_results(program: Program, variables: Sequence[int]) -> list[int]:
@@ -279,7 +298,7 @@ def _forward(
         copy = graph.call_function(aten.copy_.default, (copies[inputs[index[target]]], copies[value]))
         copy.meta["val"] = tensor_meta(inputs[index[target]])
     graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in (*outputs[:results], *extra)))
-    return replace(program, graph_module=LazyGraphModule(joint.graph_module, graph))
+    return replace(program, graph_module=LazyGraphModule(joint.graph_module, graph), fixed_results=results)
 
 
 def _backward(
