@@ -7,6 +7,7 @@ truncated file is rebuilt, never trusted; files are written under a temporary na
 from __future__ import annotations
 
 import ctypes
+import contextlib
 import functools
 import hashlib
 import os
@@ -107,11 +108,15 @@ def _forget_at_exit(path: Path) -> None:
 
 def info() -> dict[str, object]:
     """The folder, its number of entries and its size in bytes."""
-    files = [f for f in folder().rglob("*") if f.is_file()]
+    files = {}
+    for file in folder().rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process's scratch files come and go
+            if file.is_file():
+                files[file] = file.stat().st_size
     return {
         "folder": str(folder()),
         "kernels": sum(f.suffix == ".so" and f.parent == folder() for f in files),
-        "bytes": sum(f.stat().st_size for f in files),
+        "bytes": sum(files.values()),
     }
 
 

@@ -146,11 +146,9 @@ class Lowering:
         """A value that holds `node` in dense memory of its own, in whatever layout it was made."""
         place = self.any_place(node)
         value = self.plan.values[place]
-        if value.kind in ("buffer", "aten") and same_layout(
-            value.sizes, value.strides, channels_last_strides(value.sizes)
-        ):
-            return place
-        return self.traced(node)
+        own = value.kind in ("buffer", "aten") and len(value.sizes) >= 3
+        dense = own and same_layout(value.sizes, value.strides, channels_last_strides(value.sizes))
+        return place if dense else self.traced(node)
 
     def is_channels_last(self, node: Node) -> bool:
         """Whether `node` was made channels-last although the trace has it otherwise."""

@@ -171,7 +171,11 @@ class _Watch(TorchFunctionMode):
         asker = sys._getframe(1).f_globals.get("__name__", "")
         if func in _AUTOGRAD_STATE and self.derivatives and not asker.startswith("torch._functorch"):
             raise CaptureError(f"it asks for {_AUTOGRAD_STATE[func]} of a tensor")
+        if func == torch.Tensor.data.__set__:
+            raise CaptureError("it assigns to a tensor's data")
         result = func(*args, **(kwargs or {}))
+        if func == torch.Tensor.data.__get__:
+            return result.detach()
         if self.derivatives and not torch.is_grad_enabled():
             if getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__"):
                 raise CaptureError("it writes in place under no_grad")

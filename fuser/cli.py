@@ -46,6 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     dump = commands.add_parser("dump", help="print a model as it looks after a stage of compilation")
     _model_arguments(dump)
     dump.add_argument("--stage", choices=STAGES, default="fused", help="after which stage (default: fused)")
+    which = dump.add_mutually_exclusive_group()
+    which.add_argument("--backward", action="store_true", help="the program of the backward pass")
+    which.add_argument("--jvp", action="store_true", help="the program of the tangents (forward mode)")
+    dump.add_argument("--order", type=int, default=1, help="with --backward or --jvp: how many times (default: 1)")
     dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
     dump.add_argument("-o", "--output", type=Path, help="write to this file instead of standard output")
     dump.set_defaults(run=_dump)
@@ -82,7 +86,10 @@ def _dump(options: argparse.Namespace) -> int:
         raise UsageError(f"--format dot draws the stages captured, canonical and fused, not {options.stage}")
     if options.output is not None and options.output.is_dir():
         raise UsageError(f"can't write {options.output}: it is a folder")
-    stages = _stages(options)
+    derivative = "backward" if options.backward else "jvp" if options.jvp else None
+    if options.order < 1 or (options.order > 1 and derivative is None):
+        raise UsageError("--order takes a positive number, and goes with --backward or --jvp")
+    stages = _stages(options, derivative, options.order)
     if options.format == "dot":
         text = inspect.dot(stages, options.stage)
     elif options.format == "json":
@@ -134,7 +141,7 @@ def _cache(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stages(options: argparse.Namespace) -> Any:
+def _stages(options: argparse.Namespace, derivative: str | None = None, order: int = 1) -> Any:
     """Load the model, make its inputs, and run the stages up to the plan."""
     import torch
 
@@ -147,7 +154,7 @@ def _stages(options: argparse.Namespace) -> Any:
         model = model.train(options.train).to(getattr(torch, options.dtype))
     try:
         with torch.no_grad(), _quiet_tracing():
-            return stages_of(model, inputs, {})
+            return stages_of(model, inputs, {}, derivative, order)
     except CaptureError as error:
         raise UsageError(f"{options.model} can't be traced with these inputs: {error} {WHERE}") from error
 

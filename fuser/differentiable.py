@@ -41,7 +41,7 @@ class Compiler:
             warnings.warn(message, FuserWarning, stacklevel=5)
 
     def plan(self, program: Program, what: str, seconds: dict[str, float] | None = None) -> Any:
-        """The native plan of `program`, noted in the report as `what`."""
+        """`program` compiled, noted in the report as `what`."""
         with self.lock:
             stages = pipeline.Stages(program)
             stages.seconds.update(seconds or {})
@@ -49,20 +49,22 @@ class Compiler:
             for failure in stages.failures:
                 self.warn(f"a kernel could not be built, its operations run through ATen: {failure}")
             self.report.add_compiled(pipeline.compiled_entry(what, stages, executable.layout.nbytes))
-            return executable.native
+            return executable
 
     def function(self, program: Program, variables: Sequence[int], what: str, seconds: dict | None = None) -> Any:
         """The native function of `program` whose gradient with respect to the inputs at `variables` is compiled."""
         start = time.perf_counter()
         with self.lock:
-            split = partition(program, variables)
+            split = partition(program.returning_draws(), variables)
             seconds = {**(seconds or {}), "derive": time.perf_counter() - start}
             plan = self.plan(split.forward, what, seconds)
-            split.keep_layouts(plan.output_strides)
-            gradients = _Gradients(self, split, what)
+            split.keep_layouts([plan.plan.values[i].strides for i in plan.plan.outputs])
+            gradients = _Gradients(self, program, split, what)
             return self.native.Function(
-                plan,
-                split.results,
+                plan.native,
+                len(program.results),
+                [i for kind, i in split.sources if kind == "result"],
+                len(program.draws),
                 split.differentiable,
                 split.variables,
                 split.unread,
@@ -74,8 +76,8 @@ class Compiler:
 class _Gradients:
     """What a native function calls for its gradient: the backward plans, and gradients that are differentiable."""
 
-    def __init__(self, compiler: Compiler, split: Split, what: str) -> None:
-        self.compiler, self.split, self.what = compiler, split, what
+    def __init__(self, compiler: Compiler, program: Program, split: Split, what: str) -> None:
+        self.compiler, self.program, self.split, self.what = compiler, program, split, what
         self.function: Differentiable | None = None
 
     def pullback(self, defined: tuple[bool, ...], wanted: tuple[bool, ...]) -> tuple:
@@ -85,12 +87,13 @@ class _Gradients:
             return None, [], gradients
         kept = len(self.split.sources)
         sources = [self.split.sources[i] if i < kept else ("cotangent", i - kept) for i in used]
-        return self.compiler.plan(program, f"gradient of {self.what}"), sources, gradients
+        return self.compiler.plan(program, f"gradient of {self.what}").native, sources, gradients
 
     def higher(self, inputs: tuple, cotangents: tuple, wanted: tuple[bool, ...]) -> tuple:
         """Gradients through which autograd can go once more."""
         if self.function is None:
-            self.function = Differentiable(self.split.program, self.compiler, self.what)
+            # The same random numbers as before: they come with the inputs.
+            self.function = Differentiable(self.program.with_draws_given(), self.compiler, self.what)
         variables = self.split.variables
         full = dict(zip(self.split.differentiable, cotangents))
         chosen = [i for i, wish in zip(variables, wanted) if wish]

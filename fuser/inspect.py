@@ -23,7 +23,7 @@ def text(stages: Stages, stage: str) -> str:
         return _plan_text(stages.plan, _input_names(stages.fused))
     program = _program(stages, stage)
     nodes, names = program.graph_module.graph.nodes, _input_names(program)
-    lines = [_line(node, names) for node in nodes]
+    lines = _kept_lines(stages) + [_line(node, names) for node in nodes]
     for node in nodes:
         if "fused" in node.meta:
             lines += ["", *_fused_lines(node.meta["fused"], names)]
@@ -45,7 +45,10 @@ def data(stages: Stages, stage: str) -> dict[str, Any]:
         }
     program = _program(stages, stage)
     names = _input_names(program)
-    return {"stage": stage, "nodes": [_node_data(node, names) for node in program.graph_module.graph.nodes]}
+    found: dict[str, Any] = {"stage": stage}
+    if stages.kept is not None:
+        found["kept"] = [{"name": n, "shape": list(v.shape), "bytes": _bytes(v)} for n, v in stages.kept]
+    return {**found, "nodes": [_node_data(node, names) for node in program.graph_module.graph.nodes]}
 
 
 def dot(stages: Stages, stage: str) -> str:
@@ -58,6 +61,19 @@ def dot(stages: Stages, stage: str) -> str:
         lines.append(f'  "{node.name}" [label="{_label(node.name, names)}\\n{_shape(node)}"{style}];')
         lines += [f'  "{source.name}" -> "{node.name}";' for source in node.all_input_nodes]
     return "\n".join([*lines, "}"])
+
+
+def _kept_lines(stages: Stages) -> list[str]:
+    """What lives from the forward to the backward pass besides inputs and results."""
+    if stages.kept is None:
+        return []
+    total = sum(_bytes(value) for _, value in stages.kept)
+    parts = [f"{name} {'x'.join(map(str, value.shape))} ({_bytes(value)} bytes)" for name, value in stages.kept]
+    return [f"# kept from the forward pass: {total} bytes" + (": " + ", ".join(parts) if parts else "")]
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
 
 
 def _program(stages: Stages, stage: str) -> Program:

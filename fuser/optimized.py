@@ -19,7 +19,7 @@ from fuser import report
 from fuser.capture import CaptureError, capture, flat_tensors, rebuild, replace_tensors
 from fuser.codegen.lowering import LoweringError
 from fuser.differentiable import Compiler, Differentiable, FuserWarning
-from fuser.passes.partition import shares_memory
+from fuser.passes.partition import not_one_node
 from fuser.program import updates_statistics
 from fuser.runtime import build as runtime_build
 from fuser.state import Observed, key, observe
@@ -180,7 +180,9 @@ class _Engine:
                     program = capture(self.model, args, kwargs, seen.captured, derivatives=True)
                     if program.writes or any(map(updates_statistics, program.graph_module.graph.nodes)):
                         raise CaptureError("it writes to its state, which a transform must see")
-                    reason = shares_memory(program)
+                    if program.draws:
+                        raise CaptureError("it draws random numbers, which a transform may treat in several ways")
+                    reason = not_one_node(program)
                     if reason:
                         raise CaptureError(reason)
                     self.transformed[signature] = Differentiable(program, self.compiler, what), program.structure
@@ -274,13 +276,13 @@ class _Engine:
         program = capture(self.model, args, kwargs, seen.captured, derivatives=derivatives)
         seconds = {"capture": time.perf_counter() - start}
         if derivatives:
-            reason = shares_memory(program)
+            reason = not_one_node(program)
             if reason:
                 raise CaptureError(reason)
             variables = [i for i in program.variables() if flat[i].requires_grad]
             plan = self.compiler.function(program, variables, what, seconds)
         else:
-            plan = self.compiler.plan(program, what, seconds)
+            plan = self.compiler.plan(program, what, seconds).native
         table.add(signature, kept, plan, program.structure)
 
     def note_eager(self, signature: str, reason: str, warn: bool = True) -> None:

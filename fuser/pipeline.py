@@ -18,6 +18,7 @@ from fuser.codegen.lowering import Lowering
 from fuser.codegen.plan import Plan
 from fuser.fused import FusedNode, tensor_meta
 from fuser.passes import canonicalise, fuse
+from fuser.passes.partition import partition
 from fuser.program import Program
 from fuser.runtime.executable import Executable, make_executable
 from fuser.state import observe
@@ -35,6 +36,7 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict)
     hits: int = 0
     failures: list[str] = field(default_factory=list)
+    kept: list[tuple[str, torch.Tensor]] | None = None  # of a backward program: what the forward keeps for it
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -117,10 +119,29 @@ def _fused_entry(fused: FusedNode) -> report.FusedEntry:
     return report.FusedEntry(fused.name, fused.pattern, names, shape, "; ".join(fused.notes))
 
 
-def stages_of(model: nn.Module | Callable, args: tuple, kwargs: dict) -> Stages:
-    """Capture and rewrite a model for its arguments, compiling nothing: what `fuser dump` shows."""
+def stages_of(
+    model: nn.Module | Callable, args: tuple, kwargs: dict, derivative: str | None = None, order: int = 1
+) -> Stages:
+    """Capture and rewrite a model for its arguments, compiling nothing: what `fuser dump` shows.
+
+    With `derivative` "backward" the program that runs in the backward pass, for the parameters (for a function, for
+    its arguments); with "jvp" the program of the tangents. `order` takes the derivative so many times.
+    """
     start = time.perf_counter()
-    stages = Stages(capture(model, args, kwargs, observe(model).captured))
+    captured = observe(model).captured
+    program = capture(model, args, kwargs, captured, derivatives=derivative is not None)
+    stages = Stages(program)
+    if derivative is not None:
+        wanted = [i for i, c in enumerate(captured) if c.tensor.requires_grad] or program.variables()
+        for _ in range(order - (derivative == "backward")):
+            program = program.primitive()
+            arguments = [i for i in program.variables() if not program.inputs[i].captured]
+            program = program.vjp() if derivative == "backward" else program.jvp(arguments)
+        if derivative == "backward":
+            split = partition(program, wanted)
+            stages.kept = [(n.name, tensor_meta(n)) for n in split.forward.results[split.results :]]
+            program = split.backward
+        stages.captured = program
     stages.seconds["capture"] = time.perf_counter() - start
     with torch.no_grad():
         rewrite(stages)

@@ -114,6 +114,34 @@ class Program:
         """(input, value) of every write to an input."""
         return _writes(self.graph_module.graph)
 
+    @property
+    def draws(self) -> list[Node]:
+        """The nodes that draw random numbers."""
+        return [n for n in self.graph_module.graph.nodes if _is_draw(n)]
+
+    def returning_draws(self) -> Program:
+        """This program with its random draws as further results."""
+        program = unchanged_copy(self)
+        output = program.graph_module.graph.output_node()
+        output.args = ((*output.args[0], *program.draws),)
+        program.graph_module.recompile()
+        return program
+
+    def with_draws_given(self) -> Program:
+        """This program with its random draws as further inputs."""
+        program = unchanged_copy(self)
+        graph = program.graph_module.graph
+        given = []
+        for node in program.draws:
+            with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+                placeholder = graph.placeholder(f"{node.name}_given")
+            placeholder.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(placeholder)
+            graph.erase_node(node)
+            given.append(Input(placeholder.name, False, False, differentiable=False))
+        program.graph_module.recompile()
+        return replace(program, inputs=(*program.inputs, *given))
+
     def returning(self, results: Sequence[Any]) -> Program:
         """The program that returns just these nodes of this one's graph (which it takes over), as a flat tuple."""
         graph = self.graph_module.graph
@@ -205,6 +233,11 @@ def _erase_writes(graph: torch.fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.target is torch.ops.aten.copy_.default:
             graph.erase_node(node)
+
+
+def _is_draw(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def takes_gradients(module: GraphModule) -> bool:

@@ -14,6 +14,7 @@ SOURCES = {"fuser": ROOT / "fuser", "fuser.patterns": ROOT / "patterns", "fuser.
 FLOORS = {
     "fuser.torch_private": 0,
     "fuser.scalar": 0,
+    "fuser.operators": 0,
     "fuser.fused": 0,
     "fuser.state": 0,
     "fuser.program": 1,

@@ -26,6 +26,7 @@ from fuser.codegen.plan import (
     view_strides,
 )
 from fuser.fused import FusedNode, tensor_meta
+from fuser.operators import CONV2D_WEIGHT_GRADIENT, MAX_POOL2D_GRADIENT
 
 if TYPE_CHECKING:
     from fuser.codegen.lowering import Lowering
@@ -144,8 +145,8 @@ _GENERATED: dict[torch._ops.OpOverload, type[Anchored]] = {
     aten.convolution.default: Convolution,
     aten.max_pool2d.default: MaxPool,
     aten.sum.default: Sum,
-    torch.ops.fuser.max_pool2d_gradient.default: MaxPoolGradient,
-    torch.ops.fuser.conv2d_weight_gradient.default: ConvWeightGradient,
+    MAX_POOL2D_GRADIENT: MaxPoolGradient,
+    CONV2D_WEIGHT_GRADIENT: ConvWeightGradient,
     aten.sum.dim_IntList: Sum,
 }
 

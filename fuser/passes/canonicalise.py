@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fuser.fused import tensor_meta
-from fuser.patterns.gradients import CONV2D_WEIGHT_GRADIENT
+from fuser.operators import CONV2D_WEIGHT_GRADIENT
 from fuser.program import Program, unchanged_copy
 
 aten = torch.ops.aten
@@ -187,44 +187,28 @@ def _convolution_gradients(node: Node) -> None:
     items = {user.args[1]: user for user in node.users}
     dy, w = tensor_meta(gradient), tensor_meta(weight)
     graph = node.graph
-    if dy.dtype in (torch.float32, torch.float64):
-        with graph.inserting_before(node):
-            if 2 in items:
-                axes = [i for i in range(dy.dim()) if i != 1]
-                _replace(items.pop(2), insert(graph, aten.sum.dim_IntList, gradient, axes))
-            own = dy.dim() == 4 and groups == 1 and not transposed and w.numel() <= _MOST_WEIGHTS and dy.numel() > 0
-            widen = lambda v: [*v] * (2 // len(v))  # noqa: E731
-            if own:
-                stride, padding, dilation = widen(stride), widen(padding), widen(dilation)
-            if own and 1 in items and w.shape[0] >= 4:
-                read = x
-                if any(padding):
-                    read = insert(graph, aten.constant_pad_nd.default, x, [padding[1]] * 2 + [padding[0]] * 2)
-                sizes = list(w.shape)
-                _replace(items.pop(1), insert(graph, CONV2D_WEIGHT_GRADIENT, gradient, read, sizes, stride, dilation))
+    real = dy.dtype in (torch.float32, torch.float64) and dy.numel() > 0
+    own = real and dy.dim() == 4 and groups == 1 and not transposed and w.numel() <= _MOST_WEIGHTS
+    with graph.inserting_before(node):
+        if real and 2 in items:
+            axes = [i for i in range(dy.dim()) if i != 1]
+            _replace(items.pop(2), insert(graph, aten.sum.dim_IntList, gradient, axes))
+        if own:
+            stride, padding, dilation = ([*v] * (2 // len(v)) for v in (stride, padding, dilation))
             reach = [d * (k - 1) - p for d, k, p in zip(dilation, w.shape[2:], padding)]
-            if own and 0 in items and w.shape[1] >= 4 and all(s == 1 for s in stride) and min(reach) >= 0:
+            if 1 in items and w.shape[0] >= 4:
+                edges = [padding[1], padding[1], padding[0], padding[0]]
+                read = insert(graph, aten.constant_pad_nd.default, x, edges) if any(padding) else x
+                own_weight = insert(graph, CONV2D_WEIGHT_GRADIENT, gradient, read, list(w.shape), stride, dilation)
+                _replace(items.pop(1), own_weight)
+            if 0 in items and w.shape[1] >= 4 and stride == [1, 1] and min(reach) >= 0:
                 turned = insert(graph, aten.flip.default, insert(graph, aten.transpose.int, weight, 0, 1), [2, 3])
-                _replace(
-                    items.pop(0),
-                    insert(
-                        graph,
-                        aten.convolution.default,
-                        gradient,
-                        turned,
-                        None,
-                        [1, 1],
-                        reach,
-                        dilation,
-                        False,
-                        [0, 0],
-                        1,
-                    ),
-                )
-    if not items:
-        graph.erase_node(node)
-    else:
+                geometry = ([1, 1], reach, dilation, False, [0, 0], 1)
+                _replace(items.pop(0), insert(graph, aten.convolution.default, gradient, turned, None, *geometry))
+    if items:
         node.args = (*node.args[:10], [i in items for i in range(3)])
+    else:
+        graph.erase_node(node)
 
 
 def _batch_norm_gradients(node: Node) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from fuser.fused import Operation, tensor_meta
+from fuser.operators import MAX_POOL2D_GRADIENT
 from fuser.passes.canonicalise import is_pure
 from fuser.patterns import operation
-from fuser.patterns.gradients import MAX_POOL2D_GRADIENT
 from fuser.program import Input, LazyGraphModule, Program, remove_unused
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ class Split:
                 continue
             for missing in directions:
                 if missing in absent and missing not in copies:
-                    value = tensor_meta(missing)
+                    value = tensor_meta(missing).new_empty(tensor_meta(missing).shape)
                     copies[missing] = graph.call_function(
                         aten.zeros.default, (list(value.shape),), {"dtype": value.dtype}
                     )
@@ -92,9 +92,11 @@ class Split:
                 results.append(copies[node])
         graph.output(tuple(results))
         remove_unused(graph)
-        used = [i for i, n in enumerate(self.backward.placeholders) if n in copies and copies[n].users]
+        used = [
+            i for i, n in enumerate(self.backward.placeholders) if n in copies and n not in absent and copies[n].users
+        ]
         for node in self.backward.placeholders:
-            if node in copies and not copies[node].users:
+            if node in copies and node not in absent and not copies[node].users:
                 graph.erase_node(copies[node])
         program = Program(
             LazyGraphModule(self.backward.graph_module, graph),
@@ -172,9 +174,16 @@ def reached_inputs(program: Program, results: Sequence[int]) -> set[int]:
     return {i for i, n in enumerate(program.placeholders) if n in found}
 
 
-def shares_memory(program: Program) -> str | None:
-    """Why results that alias inputs or one another can't be recorded as one node of autograd, if there are any."""
+def not_one_node(program: Program) -> str | None:
+    """Why autograd can't record the program as one node: results that alias inputs or one another, complex numbers."""
     owners: set[Node] = set()
+    if any(not isinstance(n.meta["val"], torch.Tensor) or n.target._schema.is_mutable for n in program.draws):
+        return "a random operation that is more than a draw"
+    if any(n.target is aten.rrelu_with_noise.default for n in program.draws):
+        return "a random slope"
+    ends = [n for n in (*program.results, *program.placeholders) if isinstance(n, Node)]
+    if any(tensor_meta(n).is_complex() for n in ends):
+        return "a complex input or result, and a gradient is wanted"
     for result in program.results:
         if not isinstance(result, Node):
             continue
@@ -191,7 +200,7 @@ def shares_memory(program: Program) -> str | None:
 
 def _may_be_real(node: Node) -> bool:
     value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.is_floating_point()
+    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _dependents(graph: Graph, sources: set[Node]) -> set[Node]:
@@ -264,7 +273,12 @@ def _capacity(
         return {}
     if node in given:
         # Inputs are alive anyway, unless the program overwrites them.
-        return {} if given[node] in written else {"capacity": 1e-3 if program.inputs[given[node]].captured else 1.0}
+        # An argument may be written to after the call, so a result of the same size is the better choice.
+        if given[node] in written:
+            return {}
+        if program.inputs[given[node]].captured:
+            return {"capacity": 1e-3}
+        return {"capacity": max(1.0, 0.75 * value.numel() * value.element_size())}
     cost = max(1, value.numel() * value.element_size())
     cost *= 0.5 if node in results else 1.0
     return {"capacity": cost * (1 + 1e-3 * min(steps, 100))}
@@ -317,7 +331,7 @@ def _backward(
         if node in copies or node not in wanted:
             continue
         if node in all_cotangents:  # of a result that no variable reaches
-            value = tensor_meta(node)
+            value = tensor_meta(node).new_empty(tensor_meta(node).shape)
             copies[node] = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype})
             copies[node].meta["val"] = value
         else:

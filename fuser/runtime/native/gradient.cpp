@@ -67,8 +67,9 @@ class Backward : public Node {
     for (size_t i = 0; i < inputs.size(); ++i) inputs_.emplace_back(unread_[i].defined() ? at::Tensor() : *inputs[i], false);
     results_.reserve(results.size());
     for (size_t i = 0; i < results.size(); ++i) {
-      const bool is_output = i < function_->results;
-      results_.emplace_back(results[i], is_output && results[i].requires_grad());
+      const bool is_output = i < function_->results, is_draw = !is_output && i < function_->results + function_->draws;
+      const bool wanted = is_draw || std::find(function_->saved.begin(), function_->saved.end(), static_cast<int>(i)) != function_->saved.end();
+      results_.emplace_back(wanted ? results[i] : at::Tensor(), is_output && wanted && results[i].requires_grad());
     }
   }
 
@@ -118,6 +119,7 @@ class Backward : public Node {
   variable_list higher(const variable_list& cotangents, const std::vector<bool>& wanted) {
     variable_list inputs;
     for (size_t i = 0; i < inputs_.size(); ++i) inputs.push_back(unread_[i].defined() ? unread_[i] : inputs_[i].unpack());
+    for (size_t i = 0; i < function_->draws; ++i) inputs.push_back(results_[function_->results + i].unpack());
     WithGil gil;
     const auto list = [](const variable_list& tensors) {
       Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
@@ -233,15 +235,17 @@ std::shared_ptr<const Pullback> Function::pullback(const std::vector<bool>& defi
 
 namespace {
 
-// Function(plan, results, differentiable, variables, unread, derive, higher)
+// Function(plan, results, saved, draws, differentiable, variables, unread, derive, higher)
 PyObject* new_function(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *plan, *differentiable, *variables, *unread, *derive, *higher;
-  int results;
-  if (!PyArg_ParseTuple(args, "OiOOOOO", &plan, &results, &differentiable, &variables, &unread, &derive, &higher)) return nullptr;
+  PyObject *plan, *differentiable, *variables, *unread, *saved, *derive, *higher;
+  int results, draws;
+  if (!PyArg_ParseTuple(args, "OiOiOOOOO", &plan, &results, &saved, &draws, &differentiable, &variables, &unread, &derive, &higher)) return nullptr;
   return guarded([&] {
     auto function = std::make_shared<Function>();
     function->plan = content_of<Plan>(plan, plan_type);
     function->results = results;
+    function->draws = draws;
+    function->saved = indices(saved);
     function->differentiable = indices(differentiable);
     function->variables = indices(variables);
     function->unread = indices(unread);

@@ -19,11 +19,13 @@ struct Pullback {
 
 class Function : public std::enable_shared_from_this<Function> {
  public:
-  // `plan` gives the results, `results` of them, then what is kept for the gradient. `differentiable` are the results
+  // `plan` gives the results, `results` of them, then `draws` random draws and what else is kept for the gradient;
+  // the results at `saved` are what the backward plans read. `higher` is given the draws behind the inputs. `differentiable` are the results
   // that cotangents belong to, `variables` the inputs that gradients belong to; `unread` inputs may change meanwhile. `derive(defined, wanted)` makes a
   // Pullback; `higher(inputs, cotangents, wanted)` computes gradients that can be differentiated again.
   std::shared_ptr<Plan> plan;
-  size_t results = 0;
+  size_t results = 0, draws = 0;
+  std::vector<int> saved;
   std::vector<int> differentiable, variables, unread;
   Ref derive, higher;
 
