@@ -268,6 +268,18 @@ def _masked_fill(node: Node) -> tuple[str, list[Any]]:
     return "where", [mask, value, a]
 
 
+def _filled(position: int | None, value: float = 0.0) -> Callable[[Node], tuple[str, list[Any]] | str]:
+    """A tensor of one value: that of the argument at `position`, if there is one."""
+
+    def rule(node: Node) -> tuple[str, list[Any]] | str:
+        filler = value if position is None else _arguments(node)[position]
+        if not isinstance(filler, (int, float)) or not tensor_meta(node).is_contiguous():
+            return "not a dense tensor of one real number"
+        return "copy", [float(filler)]
+
+    return rule
+
+
 _SPECIAL: dict[Any, Callable[[Node], Any]] = {
     aten.add.Tensor: _scaled("add", "add_scaled"), aten.add.Scalar: _scaled("add", "add_scaled"),
     aten.sub.Tensor: _scaled("sub", "sub_scaled"), aten.sub.Scalar: _scaled("sub", "sub_scaled"),
@@ -276,5 +288,9 @@ _SPECIAL: dict[Any, Callable[[Node], Any]] = {
     aten.clamp.default: _clamp, aten.clamp.Tensor: _clamp,
     aten.div.Tensor_mode: _rounded_division, aten.div.Scalar_mode: _rounded_division,
     aten._to_copy.default: _cast, aten.gelu.default: _gelu,
+    aten.zeros_like.default: _filled(None), aten.zeros.default: _filled(None), aten.new_zeros.default: _filled(None),
+    aten.ones_like.default: _filled(None, 1.0), aten.ones.default: _filled(None, 1.0),
+    aten.new_ones.default: _filled(None, 1.0), aten.full_like.default: _filled(1), aten.full.default: _filled(1),
+    aten.scalar_tensor.default: _filled(0),
     aten.masked_fill.Scalar: _masked_fill, aten.masked_fill.Tensor: _masked_fill,
 }

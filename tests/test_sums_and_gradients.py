@@ -41,8 +41,9 @@ def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             def made(t: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
                 return plain(torch.tanh(t) * r + 1)  # noqa: B023
 
-            compiled(check(plain, x, what=f"{axes} {x.stride()}"))
-            report = compiled(check(made, x, row, what=f"made {axes} {x.stride()}"))
+            factor = 4.0 if plain(x).numel() < 32 else 2.0  # the largest of a few errors scatters
+            compiled(check(plain, x, factor=factor, what=f"{axes} {x.stride()}"))
+            report = compiled(check(made, x, row, factor=factor, what=f"made {axes} {x.stride()}"))
             assert [e.pattern for e in report.fused] == ["sum"], str(report)
 
 
