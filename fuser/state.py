@@ -124,6 +124,8 @@ class _Walk:
             if _is_library(base.__module__) or not self.first_visit(base):
                 continue
             for name, value in list(vars(base).items()):
+                if name == "forward":
+                    self.seen.guards.append(("attribute", base, name, value))
                 if isinstance(value, (staticmethod, classmethod)):
                     value = value.__func__
                 if isinstance(value, types.FunctionType):

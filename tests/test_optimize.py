@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import threading
+import types
 import warnings
 from collections import OrderedDict, namedtuple
 
@@ -561,3 +562,108 @@ def test_large_graphs_take_seconds() -> None:
     report = compiled(check(deep, torch.randn(4, 3), factor=8.0))
     (entry,) = report.compiled
     assert entry.seconds["fuse"] + entry.seconds["lower"] + entry.seconds["canonicalise"] < 30
+
+
+GLOBAL_FACTOR = 2.0
+
+
+def global_helper(x: torch.Tensor) -> torch.Tensor:
+    return x * GLOBAL_FACTOR
+
+
+class ReadsState(nn.Module):
+    """Reaches a global through a function, an attribute of its class, and one of an imported module."""
+
+    factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return global_helper(x) * self.factor + settings.offset
+
+
+settings = types.ModuleType("settings")
+settings.offset = 1.0
+
+
+def test_state_reached_through_globals_classes_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = ReadsState(), torch.randn(4)
+    optimized = fuser.optimize(model)
+    with torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: monkeypatch.setitem(globals(), "GLOBAL_FACTOR", 3.0),
+            lambda: monkeypatch.setattr(ReadsState, "factor", 5.0),
+            lambda: monkeypatch.setattr(settings, "offset", 7.0),
+            lambda: monkeypatch.setattr(ReadsState, "forward", lambda self, x: x - 1),
+        ):
+            change()
+            torch.testing.assert_close(optimized(x), model(x))
+            torch.testing.assert_close(optimized(x), model(x))
+
+
+def test_a_global_that_hides_a_builtin(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = {"pow": 2.0}
+    exec("def scaled(x):\n    return x * pow\n", scope)
+    optimized, x = fuser.optimize(scope["scaled"]), torch.randn(4)
+    torch.testing.assert_close(optimized(x), x * 2.0)
+    scope["pow"] = 3.0
+    torch.testing.assert_close(optimized(x), x * 3.0)
+
+
+@pytest.mark.filterwarnings("ignore::fuser.FuserWarning")
+def test_large_counters_are_counted() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 2**40
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x + float(self.calls - 2**40)
+
+    model = Counts()
+    optimized, x = fuser.optimize(model), torch.zeros(2)
+    assert [optimized(x)[0].item() for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::fuser.FuserWarning")
+def test_global_forward_hooks_see_submodules() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    optimized, x, seen = fuser.optimize(model), torch.randn(2, 4), []
+    with torch.no_grad():
+        optimized(x)
+        hook = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+        try:
+            optimized(x)
+        finally:
+            hook.remove()
+        assert seen[:2] == ["Linear", "ReLU"]
+
+
+def test_a_wrong_call_is_no_failure_of_the_compiler(capfd: pytest.CaptureFixture) -> None:
+    optimized = fuser.optimize(nn.Linear(4, 4))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            optimized(torch.randn(5, 3))
+        with pytest.raises(TypeError):
+            optimized()
+    assert not optimized.report().eager and capfd.readouterr().err == ""
+
+
+def test_recursion_is_no_defect() -> None:
+    optimized = fuser.optimize(lambda n, x: x if n == 0 else x * optimized(n - 1, x))
+    x = torch.randn(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(optimized(2, x), x**3)
+
+
+def test_a_defect_of_the_compiler_leaves_the_model_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuser.pipeline.fuse", lambda program: 1 / 0)
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    optimized = fuser.optimize(model)
+    with torch.no_grad(), pytest.warns(fuser.FuserWarning, match="a defect of fuser"):
+        torch.testing.assert_close(optimized(x), model(x))
+    monkeypatch.setenv("FUSER_DEBUG", "1")
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        fuser.optimize(nn.Linear(3, 3))(x)
