@@ -66,7 +66,8 @@ def selected(names: str | None, fuser: bool) -> list[Peer]:
         if name not in PEERS:
             raise BenchError(f"no peer is called {name!r}; there are {', '.join(PEERS)}")
         wanted |= {"inductor", "inductor-freezing"} if name == "inductor" else {name}
-    wanted = wanted | {"fuser"} if fuser else wanted - {"fuser"}
+    own = {"fuser", "value-and-grad"}
+    wanted = wanted | own if fuser else wanted - own
     if not wanted:
         raise BenchError("no peer is left to measure")
     return [peer for name, peer in PEERS.items() if name in wanted]
@@ -108,6 +109,11 @@ def _fuser(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
     prepared.note = note
     prepared.kept_bytes = lambda: sum(e.arena_bytes for e in optimized.report().compiled)
     return prepared
+
+
+def _value_and_grad(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
+    compiled = _need("fuser").value_and_grad(model)
+    return Prepared(functools.partial(compiled, x), lambda found: [g.detach().numpy() for g in found[1].values()])
 
 
 def _inductor(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
@@ -176,6 +182,7 @@ def _jax(model: nn.Module, x: torch.Tensor, direction: str) -> Prepared:
 _BOTH = ("forward", "reverse")
 _TABLE = [
     Peer("fuser", _BOTH, _fuser, _fuser),
+    Peer("value-and-grad", ("reverse",), _value_and_grad, None),
     Peer("eager", _BOTH, _eager, _eager),
     Peer("inductor", _BOTH, _inductor, _inductor),
     Peer("inductor-freezing", ("forward",), _inductor_freezing, _inductor_freezing),

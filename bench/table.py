@@ -10,7 +10,7 @@ from bench.timing import QUIET_SHARE
 if TYPE_CHECKING:
     from bench.run import Record
 
-_TITLES = {"inductor-freezing": "freezing", "onnxruntime": "onnxrt"}
+_TITLES = {"inductor-freezing": "freezing", "onnxruntime": "onnxrt", "value-and-grad": "value_grad"}
 _RATIOS = ("best peer", "best/fuser", "eager/fuser")
 
 
@@ -31,7 +31,7 @@ def times_row(case: str, records: Sequence[Record], peers: Sequence[str]) -> str
     """Medians in microseconds; "-" where a peer was not timed."""
     times = {r.peer: r.median_us for r in records if r.median_us is not None}
     cells = [_number(times[p]) if p in times else "-" for p in peers]
-    others = {p: t for p, t in times.items() if p != "fuser"}
+    others = {p: t for p, t in times.items() if p not in ("fuser", "value-and-grad")}
     best = min(others, key=others.__getitem__, default=None)
     fuser = times.get("fuser")
     cells.append(_TITLES.get(best, best) if best else "-")

@@ -98,7 +98,7 @@ def test_select(patterns, expected):
     "names, fuser, expected",
     [
         ("eager", False, ["eager"]),
-        ("jax,eager", True, ["fuser", "eager", "jax"]),
+        ("jax,eager", True, ["fuser", "value-and-grad", "eager", "jax"]),
         ("inductor", False, ["inductor", "inductor-freezing"]),
         ("inductor-freezing", False, ["inductor-freezing"]),
         (None, True, list(peers.PEERS)),
