@@ -6,8 +6,8 @@ truncated file is rebuilt, never trusted; files are written under a temporary na
 
 from __future__ import annotations
 
-import ctypes
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os

@@ -17,20 +17,25 @@ _HOME = {
     "jacobian_vector_product": "fuser.autodiff",
     "value_and_grad": "fuser.autodiff",
     "vector_jacobian_product": "fuser.autodiff",
+    "flat_parameters": "fuser.flat",
     "Report": "fuser.report",
     "Pattern": "fuser.patterns.pattern",
     "register_pattern": "fuser.patterns.pattern",
     "register_activation": "fuser.patterns.activations",
 }
 
+_MODULES = frozenset({"ops"})
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"fuser.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fuser' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_HOME, *_MODULES])

@@ -125,11 +125,15 @@ class _ValueAndGrad(_Derived):
 
 class _ModuleValueAndGrad(_Derived):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-            return torch.func.functional_call(self.f, parameters, args, kwargs)
+        def loss(parameters: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            state = {n: b.clone() for n, b in self.f.named_buffers()}
+            value = torch.func.functional_call(self.f, {**parameters, **state}, args, kwargs)
+            return value, state
 
         wanted = {n: p for n, p in self.f.named_parameters() if n not in self.frozen}
-        gradients, value = torch.func.grad_and_value(loss)(wanted)
+        gradients, (value, state) = torch.func.grad_and_value(loss, has_aux=True)(wanted)
+        for name, buffer in self.f.named_buffers():
+            buffer.copy_(state[name].detach())
         return value, gradients
 
     def __init__(self, f: nn.Module) -> None:

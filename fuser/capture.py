@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from fuser.program import Input, Program, blanks, takes_gradients, trace
-from fuser.state import IDENTITY, Captured, key, observe
+from fuser.state import IDENTITY, Captured, Observed, key, observe, restore
 from fuser.torch_private import norm_decompositions
 
 
@@ -42,14 +42,21 @@ def capture(
         Input(f"arg{i}", False, isinstance(t, nn.Parameter)) for i, t in enumerate(arguments)
     )
     run, finish = _replayer(model, captured)
+    grad_mode = derivatives or torch.is_grad_enabled()
+    watched = any(t.requires_grad for t in (*own, *arguments))
     structure: list[Any] = []
 
     def flat_call(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = iter(flat[len(own) :])
         new_args, new_kwargs = replace_tensors((args, kwargs), lambda _: next(given))
         results: list[torch.Tensor] = []
-        with _Watch(derivatives), torch.set_grad_enabled(derivatives):
+        outline = _outline((new_args, new_kwargs))
+        with torch.set_grad_enabled(grad_mode), _Watch(derivatives, watched):
             result = run(flat[: len(own)], new_args, new_kwargs)
+        if _outline((new_args, new_kwargs)) != outline:
+            raise CaptureError("it changes a list or dictionary among its arguments")
+        if not {id(c) for c in _containers(result)}.isdisjoint(id(c) for c in _containers((new_args, new_kwargs))):
+            raise CaptureError("it returns a list or dictionary that it was given")
         structure.append(_flatten_result(result, results))
         return tuple(results)
 
@@ -70,6 +77,8 @@ def capture(
     _functional_metadata(module)
     program = Program(_constants_to_inputs(module, captured), inputs, structure[-1])
     _refuse_writes_to_arguments(program)
+    _refuse_changed_results(program)
+    _refuse_draws_in_memory_order(program)
     return program
 
 
@@ -101,13 +110,21 @@ def _replayer(model: nn.Module | Callable, captured: Sequence[Captured]) -> tupl
     reaches its tensors by itself, and the graph holds them by reference until `_constants_to_inputs`.
     """
     if not isinstance(model, nn.Module):
-        before = key(observe(model))
+        before = observe(model)
+
+        def call(own: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
+            try:
+                return model(*args, **kwargs)
+            finally:
+                changed = restore(before)
+                if changed:
+                    raise CaptureError("calling the function changes Python state that it depends on")
 
         def unchanged() -> None:
-            if key(observe(model)) != before:
+            if key(observe(model)) != key(before):
                 raise CaptureError("calling the function changes Python state that it depends on")
 
-        return (lambda own, args, kwargs: model(*args, **kwargs)), unchanged
+        return call, unchanged
     try:
         with _ShareTensors():
             twin = copy.deepcopy(model, {id(c.tensor): c.tensor for c in captured})
@@ -116,7 +133,9 @@ def _replayer(model: nn.Module | Callable, captured: Sequence[Captured]) -> tupl
     places = _places(twin, captured)
     seen = observe(twin)
     before = key(seen)
-    restore = [(holder, name, holder[name]) for holder, name, _ in places]
+    originals = [(holder, name, holder[name]) for holder, name, _ in places]
+    tensors, containers = _identities(seen)
+    replaced: list[str] = []
 
     def run(own: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
         for holder, name, index in places:
@@ -124,14 +143,24 @@ def _replayer(model: nn.Module | Callable, captured: Sequence[Captured]) -> tupl
         try:
             return twin.forward(*args, **kwargs)
         finally:
-            for holder, name, value in restore:
+            for holder, name, index in places:
+                if holder.get(name) is not own[index]:
+                    replaced.append(name)
+            for holder, name, value in originals:
                 holder[name] = value
 
     def same_state() -> None:
-        if _without_identity(key(observe(twin))) != _without_identity(before):
+        now = observe(twin)
+        same = _without_identity(key(now)) == _without_identity(before) and _identities(now) == (tensors, containers)
+        if replaced or not same:
             raise CaptureError("calling the module changes Python attributes that it depends on")
 
     return run, same_state
+
+
+def _identities(seen: Observed) -> tuple[list[int], list[int]]:
+    """Which tensors and which containers a state is made of."""
+    return [id(c.tensor) for c in seen.captured], [id(guard[1]) for guard in seen.guards]
 
 
 def _without_identity(fingerprint: tuple) -> list:
@@ -163,14 +192,20 @@ class _ShareTensors(TorchFunctionMode):
 class _Watch(TorchFunctionMode):
     """Makes visible in the graph what autograd would see and a trace does not; refuses what can't be."""
 
-    def __init__(self, derivatives: bool) -> None:
+    def __init__(self, derivatives: bool, watched: bool) -> None:
         super().__init__()
-        self.derivatives = derivatives
+        self.derivatives, self.grad_mode = derivatives, torch.is_grad_enabled()
+        # Some tensor requires a gradient although none is wanted: the model may look, or want one after all.
+        self.watched = watched and not derivatives
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        if func in _AUTOGRAD_STATE and self.derivatives and not asker.startswith("torch._functorch"):
+        if func in _AUTOGRAD_STATE and (self.derivatives or self.watched) and not asker.startswith("torch._functorch"):
             raise CaptureError(f"it asks for {_AUTOGRAD_STATE[func]} of a tensor")
+        if self.watched and not self.grad_mode and torch.is_grad_enabled():
+            raise CaptureError("it computes with gradients although they are switched off where it is called")
+        if kwargs and kwargs.get("requires_grad"):
+            raise CaptureError("it makes a tensor that requires a gradient")
         if func == torch.Tensor.data.__set__:
             raise CaptureError("it assigns to a tensor's data")
         result = func(*args, **(kwargs or {}))
@@ -191,6 +226,22 @@ _AUTOGRAD_STATE = {
     torch.Tensor.is_leaf.__get__: "is_leaf",
     torch.Tensor.grad.__get__: "grad",
 }
+
+
+def _containers(nested: Any) -> list:
+    """The lists and dictionaries in nested tuples, lists and dictionaries."""
+    found = [nested] if isinstance(nested, (list, dict)) else []
+    if isinstance(nested, (tuple, list, dict)):
+        for child in nested.values() if isinstance(nested, dict) else nested:
+            found += _containers(child)
+    return found
+
+
+def _outline(nested: Any) -> Any:
+    """The structure of nested tuples, lists and dictionaries, and which objects it holds."""
+    if isinstance(nested, dict):
+        return [(k, _outline(v)) for k, v in nested.items()]
+    return [_outline(v) for v in nested] if isinstance(nested, (tuple, list)) else id(nested)
 
 
 def rebuild(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
@@ -284,6 +335,35 @@ def _refuse_writes_to_arguments(program: Program) -> None:
                 raise CaptureError(f"the model writes to its {what} in place ({node.target})")
             if node.target is not torch.ops.aten.copy_.default:
                 raise CaptureError(f"the function writes to {given.name} in place ({node.target})")
+
+
+def _refuse_changed_results(program: Program) -> None:
+    """State that is changed and returned must be the very tensor; state must keep its shape."""
+    for node in program.graph_module.graph.nodes:
+        if str(node.target).split(".")[:2] in (["aten", "resize"], ["aten", "resize_"], ["aten", "set_"]):
+            raise CaptureError("it resizes a tensor")
+    values = {value for _, value in program.writes}
+    for target, value in program.writes:
+        if target.meta["val"].shape != value.meta["val"].shape:
+            raise CaptureError("it changes the shape of its state")
+    for result in program.results:
+        while isinstance(result, Node) and result.op == "call_function" and result not in values:
+            alias = isinstance(result.target, torch._ops.OpOverload) and result.target._schema.arguments[:1]
+            if not alias or alias[0].alias_info is None or not isinstance(result.args[0], Node):
+                break
+            result = result.args[0]
+        if result in values:
+            raise CaptureError("it returns state that it has changed")
+
+
+def _refuse_draws_in_memory_order(program: Program) -> None:
+    """Eager fills a random tensor in the order of its memory, of which a trace of dropout keeps no trace."""
+    for draw in program.draws:
+        shape = draw.meta["val"].shape if isinstance(draw.meta["val"], torch.Tensor) else None
+        for node in program.graph_module.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.shape == shape and not value.is_contiguous():
+                raise CaptureError("it draws random numbers for a tensor that is not contiguous")
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,10 +125,25 @@ def _optimized_function(function: Callable, mode: str) -> Callable:
     return optimized
 
 
+_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Another thread may have held these locks when the process forked; it does not exist in the child."""
+    for engine in list(_engines):
+        engine.lock, engine.busy = threading.RLock(), threading.local()
+        if engine.native is not None:
+            engine.compiler.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Engine:
     """Compiles and remembers: state of the model -> signature -> plan. One per optimised model."""
 
     def __init__(self, model: nn.Module | Callable, mode: str) -> None:
+        _engines.add(self)
         self.model, self.mode = model, mode
         self.report = report.Report(_kind(model))
         self.lock = threading.RLock()

@@ -12,11 +12,12 @@ import enum
 import functools
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -157,6 +158,8 @@ class _Walk:
             self.function(name, value, depth + 1)
         elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)) or depth >= _MAX_DEPTH:
             self.identity(name, value)
+        elif isinstance(value, (numpy.ndarray, deque)):
+            self.unsupported(f"{name or 'it'} is a {type(value).__name__}, whose changes can't be watched")
         elif isinstance(value, (list, tuple, dict, OrderedDict)):
             self.container(name, value, depth)
         elif type(value).__module__.split(".")[0] in ("torch", "builtins") or not hasattr(value, "__dict__"):
@@ -229,6 +232,29 @@ class _Walk:
 
     def unsupported(self, reason: str) -> None:
         self.seen.unsupported = self.seen.unsupported or reason
+
+
+def restore(observed: Observed) -> bool:
+    """Put back what variables, closures, lists and dictionaries held; returns whether anything had changed."""
+    changed = False
+    for kind, holder, *rest in observed.guards:
+        if kind == "items":
+            keys, values = rest
+            now = list(holder.values()) if isinstance(holder, dict) else list(holder)
+            same_keys = keys is None or list(holder) == list(keys)
+            if same_keys and len(now) == len(values) and all(a is b for a, b in zip(now, values)):
+                continue
+            changed = True
+            if isinstance(holder, dict):
+                holder.clear()
+                holder.update(zip(keys, values))
+            else:
+                holder[:] = values
+        elif kind == "cell" and (holder.cell_contents is not rest[0]):
+            holder.cell_contents, changed = rest[0], True
+        elif kind == "item" and holder.get(rest[0], _ABSENT) is not rest[1]:
+            holder[rest[0]], changed = rest[1], True
+    return changed
 
 
 def key(observed: Observed) -> tuple:

@@ -20,7 +20,7 @@ from fuser.scalar import absolute, expm1, log1p, maximum, minimum, sigmoid, sign
 
 # name -> the expression as a function of its symbols: the input first, then scalar parameters.
 ACTIVATIONS: dict[str, Callable[..., sympy.Basic]] = {
-    "relu": lambda x: Piecewise((0, x <= 0), (x, True)),
+    "relu": lambda x: Piecewise((0, x < 0), (x, True)),
     "leaky_relu": lambda x, slope: Piecewise((x, x > 0), (x * slope, True)),
     "prelu": lambda x, weight: Piecewise((x, x > 0), (weight * x, True)),
     "elu": lambda x, alpha, scale, input_scale: Piecewise(

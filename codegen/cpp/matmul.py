@@ -25,7 +25,7 @@ LARGEST_PACKED_WEIGHT = 768 << 10
 # With fewer rows than this a product only streams its weight, which a packed copy would make it read twice.
 FEW_ROWS = 16
 # Beyond this many multiplications the library is faster than a product without packing.
-MOST_OUTER_PRODUCTS = 1 << 24
+MOST_OUTER_PRODUCTS = 1 << 22
 SMALL_WEIGHT = 256 << 10
 
 

@@ -26,7 +26,9 @@ def canonicalise(program: Program) -> Program:
         if rewrite is not None:
             rewrite(node)
     remove_dead_code(graph)
+    owners = [_owner(n) for n in graph.output_node().args[0]]
     _merge_common_subexpressions(graph)
+    _part_results(graph, owners)
     program.graph_module.recompile()
     return program
 
@@ -70,6 +72,30 @@ def _merge_common_subexpressions(graph: Graph) -> None:
         if earlier is not node:
             node.replace_all_uses_with(earlier)
             graph.erase_node(node)
+
+
+def _owner(node: Any) -> Any:
+    """The node whose memory a result is."""
+    while isinstance(node, Node) and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        first = node.target._schema.arguments[:1]
+        if not first or first[0].alias_info is None or first[0].alias_info.is_write:
+            break
+        node = node.args[0]
+    return node
+
+
+def _part_results(graph: Graph, owners: list[Any]) -> None:
+    """Two results that were merged stay two tensors: one may be written to."""
+    output = graph.output_node()
+    seen: dict[Any, Any] = {}
+    results = []
+    for node, before in zip(output.args[0], owners):
+        after = _owner(node)
+        if isinstance(node, Node) and seen.setdefault(after, before) is not before:
+            with graph.inserting_before(output):
+                node = insert(graph, aten.clone.default, node)
+        results.append(node)
+    output.args = (tuple(results),)
 
 
 def _frozen(argument: Any) -> Any:
@@ -132,8 +158,8 @@ def _batch_norm_in_eval(node: Node) -> None:
     result = _first_item(node)
     if training or result is None or mean is None:
         return
-    graph, dtype = node.graph, tensor_meta(x).dtype
-    shape = [-1] + [1] * (tensor_meta(x).dim() - 2)
+    graph, x_meta = node.graph, tensor_meta(x)
+    dtype, shape = x_meta.dtype, [-1] + [1] * (x_meta.dim() - 2)
     with graph.inserting_before(node):
         scale = insert(graph, aten.rsqrt.default, insert(graph, aten.add.Scalar, variance, eps))
         if weight is not None:
@@ -146,6 +172,11 @@ def _batch_norm_in_eval(node: Node) -> None:
         y = insert(graph, aten.add.Tensor, scaled, insert(graph, aten.view.default, shift, shape))
         if tensor_meta(y).dtype != dtype:
             y = insert(graph, aten._to_copy.default, y, dtype=dtype)
+        # ATen's own result is dense, in the order of the axes or channels-last.
+        last = x_meta.dim() == 4 and x_meta.is_contiguous(memory_format=torch.channels_last)
+        form = torch.channels_last if last and not x_meta.is_contiguous() else torch.contiguous_format
+        with tensor_meta(y).fake_mode:
+            y.meta["val"] = torch.empty_like(tensor_meta(y), memory_format=form)
     _replace(result, y)
 
 
