@@ -109,10 +109,10 @@ def _forget_at_exit(path: Path) -> None:
 def info() -> dict[str, object]:
     """The folder, its number of entries and its size in bytes."""
     files = {}
-    for file in folder().rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process's scratch files come and go
-            if file.is_file():
-                files[file] = file.stat().st_size
+    for place, _, names in os.walk(folder()):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process's scratch files come and go
+                files[Path(place, name)] = Path(place, name).stat().st_size
     return {
         "folder": str(folder()),
         "kernels": sum(f.suffix == ".so" and f.parent == folder() for f in files),

@@ -358,12 +358,16 @@ def _refuse_changed_results(program: Program) -> None:
 
 def _refuse_draws_in_memory_order(program: Program) -> None:
     """Eager fills a random tensor in the order of its memory, of which a trace of dropout keeps no trace."""
-    for draw in program.draws:
-        shape = draw.meta["val"].shape if isinstance(draw.meta["val"], torch.Tensor) else None
-        for node in program.graph_module.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.shape == shape and not value.is_contiguous():
+    drawn: set[Node] = set()
+    for node in program.graph_module.graph.nodes:
+        if node.target is aten.bernoulli.p:
+            drawn.add(node)
+        elif node.op == "call_function" and any(n in drawn for n in node.all_input_nodes):
+            values = [n.meta["val"] for n in node.all_input_nodes if n not in drawn]
+            if any(isinstance(v, torch.Tensor) and not v.is_contiguous() for v in values):
                 raise CaptureError("it draws random numbers for a tensor that is not contiguous")
+            if node.target is not aten.mul.Tensor:
+                drawn.add(node)  # scaled, not yet applied
 
 
 def _reason(error: Exception) -> str:

@@ -54,6 +54,7 @@ class _Flat:
         self.names, self.parameters = list(named), list(named.values())
         self.gradient: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        self.lost: str | None = None
         self.layouts = []
         start = 0
         with torch.no_grad():
@@ -83,23 +84,31 @@ class _Flat:
 
         def after(parameter: torch.Tensor) -> None:
             flat = link()
-            if flat is not None and parameter.grad is not flat.views[i]:
-                flat.views[i].copy_(parameter.grad.detach())  # `create_graph` made a new tensor, which stays
+            if flat is not None:
+                flat.after(i, parameter)
 
         return [self.nodes[i].register_prehook(before), self.parameters[i].register_post_accumulate_grad_hook(after)]
 
     def before(self, i: int, parameter: nn.Parameter) -> None:
         """A gradient of `parameter` is about to be accumulated."""
-        if parameter.data_ptr() != self.addresses[i]:
-            raise RuntimeError(
-                f"{self.names[i]} is no longer part of the vector that flat_parameters made: something replaced its "
-                "data, such as model.to(); call flat_parameters again"
-            )
+        self.check(i, parameter)
         vector = self.vector()
-        if vector is not None and (
-            self.gradient is None or vector.grad is not self.gradient or parameter.grad is not self.views[i]
-        ):
+        if self.gradient is None or vector.grad is not self.gradient or parameter.grad is not self.views[i]:
             self.link()
+
+    def after(self, i: int, parameter: torch.Tensor) -> None:
+        """A gradient of `parameter` has been accumulated; with `create_graph` into a new tensor, which stays."""
+        self.check(i, parameter)
+        if parameter.grad is not self.views[i]:
+            self.views[i].copy_(parameter.grad.detach())
+
+    def check(self, i: int, parameter: torch.Tensor) -> None:
+        lost = self.lost or (self.names[i] if parameter.data_ptr() != self.addresses[i] else None)
+        if lost:
+            raise RuntimeError(
+                f"{lost} is no longer part of the vector that flat_parameters made: model.to() or another call of "
+                "flat_parameters has moved it; call flat_parameters again"
+            )
 
     def link(self) -> None:
         """Make every `grad` a view of the vector's; what was set to None becomes 0, other values are taken over."""
@@ -108,17 +117,12 @@ class _Flat:
             if self.gradient is None:
                 self.gradient = torch.zeros_like(vector, requires_grad=False)
                 self.views = [self.gradient.as_strided(*layout) for layout in self.layouts]
-                new = True
-            else:
-                new = False
-            if vector.grad is not self.gradient:
-                if vector.grad is not None:
-                    self.gradient.copy_(vector.grad)
-                elif not new:
-                    self.gradient.zero_()
-                    for p, view in zip(self.parameters, self.views):
-                        p.grad = view
-                vector.grad = self.gradient
+            elif vector.grad is None:
+                for p in self.parameters:
+                    p.grad = None
+            if vector.grad is not None and vector.grad is not self.gradient:
+                self.gradient.copy_(vector.grad)
+            vector.grad = self.gradient
             for p, view in zip(self.parameters, self.views):
                 if p.grad is None:
                     view.zero_()
@@ -135,10 +139,11 @@ class _Flat:
         )
 
     def release(self, parameters: list[nn.Parameter]) -> None:
-        """Let go of these parameters: another vector takes them."""
+        """Let go of these parameters, which another vector takes; with some of them gone this one is of no use."""
         leaving = {id(p) for p in parameters}
-        for p, handles in zip(self.parameters, self.handles):
+        for name, p, handles in zip(self.names, self.parameters, self.handles):
             if id(p) in leaving:
+                self.lost = name
                 for handle in handles:
                     handle.remove()
 

@@ -123,8 +123,8 @@ def bias_act_(x: torch.Tensor, bias: torch.Tensor, activation: str = "relu", **p
     """`bias_act` written over `x`, which is returned.
 
     Where a gradient is wanted this is what eager's own in-place operations make of it: a gradient that the output alone
-    does not give (that of gelu, silu, mish and most others) keeps a copy of `x + bias`. Without gradients one kernel reads and writes `x`, if `x` is contiguous or
-    channels-last.
+    does not give (that of gelu, silu, mish and most others) keeps a copy of `x + bias`. Without gradients one kernel
+    reads and writes `x`, if `x` is contiguous or channels-last.
 
     Raises, besides what `bias_act` raises, `RuntimeError` for a leaf that requires grad, a view of one, and memory that
     overlaps itself or `bias`. A backward pass that needs the `x` of before raises, too.

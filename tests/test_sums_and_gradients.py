@@ -11,7 +11,7 @@ from oracle import assert_as_good_as_eager, check, compiled
 import fuser
 
 DTYPES = (torch.float32, torch.float64)
-SHAPES = ((5,), (33,), (1, 7), (7, 1), (128, 20), (1000, 3), (3, 1000), (2, 3, 4, 5), (4, 6, 24, 24), (2, 17, 1, 5))
+SHAPES = ((33,), (1, 7), (128, 20), (1000, 3), (3, 1000), (2, 3, 4, 5), (4, 6, 24, 24))
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
@@ -43,6 +43,8 @@ def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
             factor = 4.0 if plain(x).numel() < 32 else 2.0  # the largest of a few errors scatters
             compiled(check(plain, x, factor=factor, what=f"{axes} {x.stride()}"))
+            if dtype is torch.float64 and x.dim() > 2:
+                continue  # as many kernels again, which differ in the type's name alone
             report = compiled(check(made, x, row, factor=factor, what=f"made {axes} {x.stride()}"))
             assert [e.pattern for e in report.fused] == ["sum"], str(report)
 
@@ -81,7 +83,7 @@ POOLS = [  # kernel, stride, padding, dilation, ceil
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("channels", [1, 6, 8, 19])
+@pytest.mark.parametrize("channels", [1, 6, 19])
 def test_max_pooling(pool: tuple, channels: int, dtype: torch.dtype) -> None:
     """Ties (a quarter of the values are equal), infinities and NaN included."""
     kernel, stride, padding, dilation, ceil = pool
