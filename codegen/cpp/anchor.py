@@ -89,8 +89,13 @@ class Anchored:
         flat = [s for o in [*operands, *stores] for s in o.strides]
         return body, places, flat
 
+    def refusal(self) -> str | None:
+        """Why ATen is the better choice, if it is."""
+        return None
+
     def bias(self) -> Node | None:
-        raise NotImplementedError
+        """The anchor's own bias argument, if it has one."""
+        return None
 
 
 def _no_unit_axes(grid: tuple, strides: tuple) -> tuple:

@@ -44,9 +44,6 @@ class MaxPool(Anchored):
         self.kernel, self.pad, self.dilation = widen(kernel), widen(pad), widen(dilation)
         self.stride = widen(stride) if stride else self.kernel
 
-    def bias(self) -> Node | None:
-        return None
-
     def refusal(self) -> str | None:
         """Why ATen's pooling is the better choice, if it is."""
         if self.meta.dtype not in (torch.float32, torch.float64):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.fx import Node
 
 from fuser.codegen.cpp import loops, pointwise, printer
 from fuser.codegen.cpp.anchor import Anchored
@@ -130,9 +129,6 @@ class Sum(Anchored):
 
     def compute_dtype(self) -> torch.dtype:
         return torch.float64 if tensor_meta(self.fused.anchor.args[0]).dtype is torch.float64 else torch.float32
-
-    def bias(self) -> Node | None:
-        return None
 
 
 def _dense(sizes: list[int]) -> list[int]:
