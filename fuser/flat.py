@@ -53,7 +53,7 @@ class _Flat:
         self.vector = weakref.ref(vector)
         self.names, self.parameters = list(named), list(named.values())
         self.gradient: torch.Tensor | None = None
-        self.views: list[torch.Tensor] = []
+        self.views: list[Any] = [object()] * len(named)  # nothing's gradient yet
         self.lost: str | None = None
         self.layouts = []
         start = 0
@@ -74,41 +74,41 @@ class _Flat:
             self.link()
 
     def _hooks(self, i: int) -> list[Any]:
+        """What runs before and after each accumulation of a gradient of parameter `i`: next to nothing as a rule."""
         # Parameters own their hooks, and the link owns the parameters.
-        link, p = weakref.ref(self), weakref.ref(self.parameters[i])
+        link, vector, parameter = weakref.ref(self), self.vector, weakref.ref(self.parameters[i])
 
         def before(_: Any) -> None:
-            flat = link()
-            if flat is not None:
-                flat.before(i, p())
+            flat, whole, p = link(), vector(), parameter()
+            if flat is None or whole is None:
+                return
+            if flat.lost or p.data_ptr() != flat.addresses[i]:
+                flat.check(i)
+            if p.grad is not flat.views[i] or whole.grad is not flat.gradient:
+                flat.link()
 
-        def after(parameter: torch.Tensor) -> None:
+        def after(p: torch.Tensor) -> None:
             flat = link()
-            if flat is not None:
-                flat.after(i, parameter)
+            if flat is None or vector() is None:
+                return
+            if p.data_ptr() != flat.addresses[i]:  # a new dtype has a new node, without the other hook
+                flat.check(i)
+            if p.grad is not flat.views[i]:
+                flat.views[i].copy_(p.grad.detach())  # `create_graph` made a new tensor, which stays
 
         return [self.nodes[i].register_prehook(before), self.parameters[i].register_post_accumulate_grad_hook(after)]
 
-    def before(self, i: int, parameter: nn.Parameter) -> None:
-        """A gradient of `parameter` is about to be accumulated."""
-        self.check(i, parameter)
-        vector = self.vector()
-        if self.gradient is None or vector.grad is not self.gradient or parameter.grad is not self.views[i]:
-            self.link()
-
-    def after(self, i: int, parameter: torch.Tensor) -> None:
-        """A gradient of `parameter` has been accumulated; with `create_graph` into a new tensor, which stays."""
-        self.check(i, parameter)
-        if parameter.grad is not self.views[i]:
-            self.views[i].copy_(parameter.grad.detach())
-
-    def check(self, i: int, parameter: torch.Tensor) -> None:
-        lost = self.lost or (self.names[i] if parameter.data_ptr() != self.addresses[i] else None)
-        if lost:
+    def check(self, i: int) -> None:
+        """Raise `RuntimeError` unless parameter `i` still lives in the vector."""
+        p = self.parameters[i]
+        if p.untyped_storage().data_ptr() != self.vector().untyped_storage().data_ptr():
+            self.lost = self.names[i]
+        if self.lost:
             raise RuntimeError(
-                f"{lost} is no longer part of the vector that flat_parameters made: model.to() or another call of "
-                "flat_parameters has moved it; call flat_parameters again"
+                f"{self.lost} is no longer part of the vector that flat_parameters made: model.to() or another call "
+                "of flat_parameters has moved it; call flat_parameters again"
             )
+        self.addresses[i] = p.data_ptr()  # all of the vector moved, as into shared memory
 
     def link(self) -> None:
         """Make every `grad` a view of the vector's; what was set to None becomes 0, other values are taken over."""

@@ -237,7 +237,7 @@ def _check_tensors(**tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+        if tensor.dtype != first.dtype and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise TypeError(f"{name} must have the dtype of x, {first.dtype}, got {tensor.dtype}")
 
 
@@ -295,8 +295,7 @@ def _overwrite(x: torch.Tensor, bias: torch.Tensor, activation: str, values: tup
         kernel = _in_place(activation, values, x.shape, x.stride(), x.dtype, bias.shape, bias.stride(), bias.dtype)
     if kernel is None:
         return _bias_(x, bias, activation, values)
-    with torch.no_grad():
-        kernel.run([x, bias])
+    kernel.run([x, bias])
     torch.autograd.graph.increment_version(x)
     return x
 

@@ -114,7 +114,11 @@ def mlp(activation: nn.Module, *widths: int) -> nn.Sequential:
 # -- Orders ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [nn.Tanh(), nn.SiLU(), nn.GELU(), nn.Softplus()], ids=str)
+@pytest.mark.parametrize(
+    "activation",
+    [nn.Tanh(), nn.GELU(), *(pytest.param(a, marks=pytest.mark.slow) for a in (nn.SiLU(), nn.Softplus()))],
+    ids=str,
+)
 def test_orders_one_to_four_of_smooth_networks(activation: nn.Module) -> None:
     compiled(same_derivatives(mlp(activation), leaf(4, 5), order=4))
 
@@ -141,6 +145,7 @@ KINKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", KINKED, ids=lambda a: type(a).__name__)
 def test_orders_one_to_three_of_kinked_activations(activation: nn.Module) -> None:
     compiled(same_derivatives(mlp(activation), leaf(4, 5), order=3))
@@ -151,6 +156,7 @@ def test_hardsigmoid() -> None:
     compiled(same_derivatives(mlp(nn.Hardsigmoid()), leaf(4, 5), order=1, rtol=1e-7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 3])
 @pytest.mark.parametrize("activation", KINKED, ids=lambda a: type(a).__name__)
 def test_at_the_kinks_the_subgradient_is_eagers(activation: nn.Module, order: int) -> None:
@@ -201,7 +207,7 @@ def test_a_second_derivative_that_vanishes_is_zero_and_no_error(activation: nn.M
     ],
     ids="clamp clamp_min abs maximum minimum where sign relus floor clamps huber smooth_l1 l1 amax norm".split(),
 )
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kinked_functions_at_their_kinks(function: Callable, order: int) -> None:
     values = torch.tensor([-3.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 1.0], dtype=torch.float64)
     optimized = fuser.optimize(function)
@@ -246,7 +252,7 @@ def dropped_out() -> nn.Module:
 IMAGES = (3, 2, 4, 4)
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make, shape, train",
     [
@@ -537,7 +543,7 @@ def test_unused_results_and_parameters(chosen: str) -> None:
     ],
     ids=range(4),
 )
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_unused_branch_does_not_poison_gradients(function: Callable, order: int) -> None:
     optimized = fuser.optimize(function)
     x = leaf(6)
@@ -969,7 +975,7 @@ def test_layouts_of_inputs_and_cotangents(layout: str) -> None:
         "attention complex cast matmul instance_norm layer_norm group_norm interpolate masked_fill tril gather"
     ).split(),
 )
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::fuser.FuserWarning")
 def test_functions(function: Callable, order: int) -> None:
     optimized = fuser.optimize(function)

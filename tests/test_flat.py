@@ -45,7 +45,9 @@ def parts(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("side", ["vector", "model"])
 @pytest.mark.parametrize(
-    "optimizer", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 0.01)], ids=str
+    "optimizer",
+    [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 0.01)],
+    ids=["SGD", "Adam"],
 )
 def test_training_equals_that_of_separate_parameters(optimised, set_to_none, side, optimizer):
     plain, model = net(), net()
@@ -233,9 +235,12 @@ def test_nothing_outlives_the_model_and_its_vector():
     assert parameter() is None
 
 
-def test_a_parameter_that_left_the_vector_is_noticed():
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_parameter_that_left_the_vector_is_noticed(trained):
     model = net()
     flat = fuser.flat_parameters(model)
+    if trained:
+        backward(model)
     model.double()
     with pytest.raises(RuntimeError, match="0.weight|0.bias|2.weight|2.bias"):
         model(X.double()).sum().backward()
@@ -243,6 +248,29 @@ def test_a_parameter_that_left_the_vector_is_noticed():
     assert again is not flat and again.dtype is torch.float64
     model(X.double()).sum().backward()
     assert_linked(model, again)
+
+
+def test_the_vector_may_move_to_shared_memory():
+    model = net()
+    flat = fuser.flat_parameters(model)
+    backward(model)
+    model.share_memory()
+    model.zero_grad()
+    backward(model)
+    assert_linked(model, flat)
+
+
+def test_it_works_with_torch_compile():
+    plain, model = net(), net()
+    flat = fuser.flat_parameters(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        plain.zero_grad()
+        flat.grad = None
+        backward(plain)
+        backward(compiled)
+        torch.testing.assert_close(flat.grad, gradients(plain))
+        assert_linked(model, flat)
 
 
 def test_a_part_of_the_model_that_gets_a_vector_of_its_own_leaves_this_one():
