@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fuser.program import Input, Program, blanks, takes_gradients, trace
 from fuser.state import IDENTITY, Captured, Observed, key, observe, restore
-from fuser.torch_private import norm_decompositions
+from fuser.torch_private import norm_decompositions, transform_level
 
 
 class CaptureError(Exception):
@@ -194,7 +194,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, derivatives: bool, watched: bool) -> None:
         super().__init__()
-        self.derivatives, self.grad_mode = derivatives, torch.is_grad_enabled()
+        self.derivatives, self.grad_mode, self.level = derivatives, torch.is_grad_enabled(), transform_level()
         # Some tensor requires a gradient although none is wanted: the model may look, or want one after all.
         self.watched = watched and not derivatives
 
@@ -202,7 +202,8 @@ class _Watch(TorchFunctionMode):
         asker = sys._getframe(1).f_globals.get("__name__", "")
         if func in _AUTOGRAD_STATE and (self.derivatives or self.watched) and not asker.startswith("torch._functorch"):
             raise CaptureError(f"it asks for {_AUTOGRAD_STATE[func]} of a tensor")
-        if self.watched and not self.grad_mode and torch.is_grad_enabled():
+        inside = transform_level() > self.level  # there grad mode is the transform's own
+        if self.watched and not self.grad_mode and torch.is_grad_enabled() and not inside:
             raise CaptureError("it computes with gradients although they are switched off where it is called")
         if kwargs and kwargs.get("requires_grad"):
             raise CaptureError("it makes a tensor that requires a gradient")

@@ -117,6 +117,11 @@ def apart_from_transforms() -> Iterator[None]:
         eager_transforms.JVP_NESTING -= active
 
 
+def transform_level() -> int:
+    """The number of functorch's innermost active level; 0 outside of every transform."""
+    return torch._C._functorch.maybe_current_level() or 0
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a batch of the vmap behind `torch.autograd`'s own batched gradients."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
@@ -140,4 +145,5 @@ __all__ = [
     "norm_decompositions",
     "apart_from_transforms",
     "is_batched",
+    "transform_level",
 ]

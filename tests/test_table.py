@@ -136,8 +136,8 @@ COMBINATIONS = [
 
 
 def in_the_normal_run(anchor: str, activation: str, dtype: torch.dtype) -> bool:
-    """Everything in float32, and a few in the other types."""
-    return dtype is torch.float32 or activation in FEW
+    """In float32 every activation alone and behind a linear layer; a few behind the others and in the other types."""
+    return activation in FEW or (dtype is torch.float32 and anchor in ("alone", "linear"))
 
 
 @pytest.mark.parametrize("anchor, activation, dtype", [c for c in COMBINATIONS if in_the_normal_run(*c)])
