@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -127,7 +127,12 @@ class _ModuleValueAndGrad(_Derived):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         def loss(parameters: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             state = {n: b.clone() for n, b in self.f.named_buffers()}
-            value = torch.func.functional_call(self.f, {**parameters, **state}, args, kwargs)
+            # Each place in each module once: torch's own way with tied weights swaps a module that stands in two
+            # places twice, and does not put its parameters back.
+            given = {id(wanted[n]): t for n, t in parameters.items()}
+            given |= {id(b): state[n] for n, b in self.f.named_buffers()}
+            everywhere = {name: given[id(t)] for name, t in _tensors_of(self.f) if id(t) in given}
+            value = torch.func.functional_call(self.f, everywhere, args, kwargs, tie_weights=False)
             return value, state
 
         wanted = {n: p for n, p in self.f.named_parameters() if n not in self.frozen}
@@ -139,6 +144,14 @@ class _ModuleValueAndGrad(_Derived):
     def __init__(self, f: nn.Module) -> None:
         super().__init__(f)
         self.frozen = tuple(n for n, p in f.named_parameters() if not p.requires_grad)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of every module, each module under its first name alone."""
+    for prefix, part in module.named_modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 class _BatchedJacobian(_Derived):

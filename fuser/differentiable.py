@@ -113,7 +113,6 @@ class Differentiable:
         self.program = program.primitive()
         self.compiler, self.what = compiler, what
         self.derived: dict[Any, Differentiable] = {}
-        self.plain: Any = None
         self.recorded: dict[tuple[int, ...], Any] = {}
         self.variables = self.program.variables()
 

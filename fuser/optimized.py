@@ -190,7 +190,8 @@ class _Engine:
         if reason is None:
             outline = replace_tensors((args, kwargs), lambda t: _Outline((t.shape, t.stride(), t.dtype)))
             shapes = tuple((t.shape, t.stride(), t.dtype) for t in own)
-            signature = (key(seen), shapes, repr(outline), self.training_flags())
+            modes = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+            signature = (key(seen), shapes, repr(outline), self.training_flags(), modes)
             try:
                 if signature not in self.transformed:
                     program = capture(self.model, args, kwargs, seen.captured, derivatives=True)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -158,7 +157,7 @@ class _Walk:
             self.function(name, value, depth + 1)
         elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)) or depth >= _MAX_DEPTH:
             self.identity(name, value)
-        elif isinstance(value, (numpy.ndarray, deque)):
+        elif isinstance(value, deque) or type(value).__module__.split(".")[0] == "numpy" and hasattr(value, "ctypes"):
             self.unsupported(f"{name or 'it'} is a {type(value).__name__}, whose changes can't be watched")
         elif isinstance(value, (list, tuple, dict, OrderedDict)):
             self.container(name, value, depth)
