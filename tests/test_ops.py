@@ -273,7 +273,7 @@ def test_in_place_where_only_the_bias_or_an_intermediate_wants_a_gradient(name):
 def test_errors_say_what_would_be_right():
     x, weight, bias = random(3, 5), random(4, 5), random(4)
     for call in (ops.bias_act, ops.bias_act_, OPERATORS.bias_act, OPERATORS.bias_act_):
-        with pytest.raises(ValueError, match=r"'rleu'; known are celu, .*, identity, .*threshold"):
+        with pytest.raises(ValueError, match=r"'rleu'; known are .*celu, .*identity, .*threshold"):
             call(x, random(5), "rleu")
         with pytest.raises(ValueError, match=r"bias must have shape \(5,\), got \(4,\)"):
             call(x, bias)
