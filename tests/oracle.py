@@ -28,6 +28,9 @@ def assert_as_good_as_eager(actual: Any, eager: Any, exact: Any, factor: float =
         if not theirs.is_floating_point():
             assert torch.equal(mine, theirs), what
             continue
+        # Some of ATen's vector code gives NaN for gelu(inf); what is right in float64 is right.
+        right = ~torch.isfinite(truth) & (mine.double().nan_to_num(12345.0) == truth.nan_to_num(12345.0))
+        theirs = torch.where(right, mine, theirs)
         special = ~torch.isfinite(theirs)
         assert torch.equal(mine[special].nan_to_num(12345.0), theirs[special].nan_to_num(12345.0)), (
             f"{what}: NaN or infinity differs: {mine[special][:8]} where eager has {theirs[special][:8]}"

@@ -33,7 +33,7 @@ class Anchored:
         return self.lowering.any_place(self.outer[source])
 
     def panel(self, columns: int) -> int:
-        return vectors_per_row(columns, self.meta.dtype) * vector_width(self.meta.dtype)
+        return vectors_per_row(columns, self.meta.dtype) * vector_width(columns, self.meta.dtype)
 
     def packed(
         self, factor: int, batches: int, columns: int, channels: int, taps: Sequence[int], strides: Sequence[int]

@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 import torch
 
+from fuser.codegen import compiler
 from fuser.codegen.cpp import printer
 from fuser.codegen.kernel import Body, Load, Store
 
@@ -64,6 +65,7 @@ def render(
             title=f"{name}: {' -> '.join(s.function.name for s in body.statements) or 'no epilogue'}",
             origin=[f"{s.name} = {s.function.name}({', '.join(map(str, s.arguments))})" for s in body.statements],
             real=C_TYPES[body.dtype],
+            vector_bytes=vector_bytes(columns, body.dtype),
             vectors=vectors_per_row(columns, body.dtype),
             functions=printer.functions(body),
             name=name,
@@ -80,15 +82,20 @@ def render(
 
 def vectors_per_row(columns: int, dtype: torch.dtype) -> int:
     """Vectors in a tile's row: just enough for few columns, else two, which keeps the most products per load."""
-    needed = -(-columns // vector_width(dtype))
+    needed = -(-columns // vector_width(columns, dtype))
     return needed if needed <= 3 else 2
 
 
-def vector_width(dtype: torch.dtype) -> int:
-    """Elements of a hardware vector, as `vector.h` will choose it when compiled here."""
-    from fuser.codegen.compiler import vector_bytes
+def vector_width(columns: int, dtype: torch.dtype) -> int:
+    """Elements of the vectors in which a kernel with an anchor holds a row of that many columns."""
+    return vector_bytes(columns, dtype) // dtype.itemsize
 
-    return vector_bytes() // dtype.itemsize
+
+def vector_bytes(columns: int, dtype: torch.dtype) -> int:
+    """The widest vectors of the CPU, unless vectors of 32 bytes would leave far fewer lanes empty."""
+    widest = compiler.vector_bytes()
+    needed = -(-columns * dtype.itemsize // 32)
+    return 32 if widest == 64 and needed % 2 and needed < 8 else widest
 
 
 def _is_light(body: Body) -> bool:

@@ -59,7 +59,7 @@ class Convolution(Anchored):
             return f"{self.spatial} spatial axes"
         if self.groups > 1 and (self.columns < 8 or self.channels < 4):
             return "groups too narrow for a vector of channels"
-        if self.columns < vector_width(self.meta.dtype) / 2:
+        if self.columns < vector_width(self.columns, self.meta.dtype) / 2:
             return "too few output channels for a vector"
         if self.channels == 0:
             return "no channels"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuser.codegen import compiler
 from fuser.codegen.cpp import loops
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import C_TYPES, environment, render
@@ -25,7 +26,8 @@ class MaxPoolGradient(Anchored):
         for d in range(2):
             geometry += [sizes[2 + d], out[2 + d], kernel[d], stride[d], padding[d], dilation[d]]
         name = loops.symbol_of(self.fused)
-        code = environment().get_template("pool_gradient.cpp.j2").render(name=name, real=C_TYPES[self.meta.dtype])
+        template = environment().get_template("pool_gradient.cpp.j2")
+        code = template.render(name=name, real=C_TYPES[self.meta.dtype], vector_bytes=compiler.vector_bytes())
         lowering.plan.steps.append(
             KernelStep(name, code, [*values, result], [sizes[0], sizes[1], *geometry], [result], self.fused.name)
         )

@@ -39,7 +39,7 @@ def source(name: str, body: Body, columns: int, depth: int) -> str:
     ptrs: x, packed panels (see `pack`), then the body's loads and stores, whose steps run over (batch, row, column).
     args: batches, rows, columns, depth, x batch stride, x row stride, packed batch stride, then three strides each.
     """
-    tiny = columns <= 3 * vector_width(body.dtype) and depth <= TINY_DEPTH
+    tiny = columns <= 3 * vector_width(columns, body.dtype) and depth <= TINY_DEPTH
     return render(
         "matmul.cpp.j2",
         name,
@@ -54,7 +54,7 @@ def source(name: str, body: Body, columns: int, depth: int) -> str:
 
 def _paired(columns: int, depth: int, dtype: torch.dtype) -> bool:
     """Whether two rows share the register of their last, at most half used vector (AVX2's 32-byte ones)."""
-    width = vector_width(dtype)
+    width = vector_width(columns, dtype)
     one_sum = columns > width or depth <= 24  # as `depth_per_sum` in tile.h
     return width * dtype.itemsize == 32 and 0 < columns % width <= width // 2 and one_sum
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from fuser.codegen import compiler
 from fuser.codegen.cpp.anchored import C_TYPES, environment
 
 
 def source(name: str, dtype: torch.dtype, panel: int) -> str:
     """C++ for `name(ptrs = [source, packed], args, threads)`; the template lists the arguments."""
-    return environment().get_template("pack.cpp.j2").render(name=name, real=C_TYPES[dtype], panel=panel)
+    template = environment().get_template("pack.cpp.j2")
+    return template.render(name=name, real=C_TYPES[dtype], vector_bytes=compiler.vector_bytes(), panel=panel)
 
 
 def packed_elements(batches: int, columns: int, depth: int, panel: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fuser.codegen import compiler
 from fuser.codegen.cpp import printer
 from fuser.codegen.cpp.anchored import C_TYPES, environment
 from fuser.codegen.kernel import Body, Load, Step, Store
@@ -39,6 +40,7 @@ def source(body: Body, rank: int, name: str) -> str:
             name=name,
             title=" -> ".join(s.function.name for s in body.statements) or "copy",
             real=C_TYPES[body.dtype],
+            vector_bytes=compiler.vector_bytes(),
             rank=rank,
             functions=printer.functions(body),
             tensors=tensors,

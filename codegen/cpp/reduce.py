@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from fuser.codegen import compiler
 from fuser.codegen.cpp import loops, pointwise, printer
 from fuser.codegen.cpp.anchor import Anchored
 from fuser.codegen.cpp.anchored import C_TYPES, environment
@@ -32,6 +33,7 @@ def source(body: Body, kept: int, reduced: int, inner_is_summed: bool, name: str
             name=name,
             title=" -> ".join([*(s.function.name for s in body.statements), "sum"]),
             real=C_TYPES[body.dtype],
+            vector_bytes=compiler.vector_bytes(),
             out_type=C_TYPES[body.stores[0].dtype],
             kept=kept,
             reduced=reduced,

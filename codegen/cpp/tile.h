@@ -4,10 +4,12 @@
 
 namespace fuser {
 
-#if defined(__AVX512F__)
-constexpr int vector_registers = 32;
+#if defined(__AVX512VL__)
+constexpr int vector_registers = 16;  // of the 32: more rows would need more pointers than there are general registers
+#define FUSER_IN_REGISTER(value) "+v"(value)
 #else
 constexpr int vector_registers = 16;
+#define FUSER_IN_REGISTER(value) "+x"(value)
 #endif
 
 // Rows of the widest tile with V vectors per row: leaves registers for V panel vectors and a broadcast element.
@@ -23,8 +25,8 @@ static inline __attribute__((always_inline)) void accumulate(vec (&acc)[R][V], c
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       line[v] = reinterpret_cast<const vec*>(panel)[k * V + v];
-#if defined(__AVX2__)
-      asm("" : "+x"(line[v]));  // keep it in a register: read once, not once per row
+#if FUSER_VECTOR_BYTES >= 32
+      asm("" : FUSER_IN_REGISTER(line[v]));  // keep it in a register: read once, not once per row
 #endif
     }
 #pragma GCC unroll 16
@@ -36,7 +38,7 @@ static inline __attribute__((always_inline)) void accumulate(vec (&acc)[R][V], c
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if FUSER_VECTOR_BYTES == 32
 // Half a vector in both halves; the lower half of one and the upper half of another; an upper half moved down.
 FUSER_INLINE float_lanes both_halves(const float* p) {
   return __builtin_ia32_vbroadcastf128_ps256(reinterpret_cast<const four_floats*>(p));
@@ -64,11 +66,11 @@ static inline __attribute__((always_inline)) void accumulate_paired(vec (&acc)[R
     for (int v = 0; v < V - 1; ++v) line[v] = load(from + v * width);
     line[V - 1] = both_halves(from + (V - 1) * width);
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) asm("" : "+x"(line[v]));
+    for (int v = 0; v < V; ++v) asm("" : FUSER_IN_REGISTER(line[v]));
 #pragma GCC unroll 16
     for (int r = 0; r < R; r += 2) {
       vec a = everywhere(rows[r][k]), b = everywhere(rows[r + 1][k]);
-      asm("" : "+x"(a), "+x"(b));
+      asm("" : FUSER_IN_REGISTER(a), FUSER_IN_REGISTER(b));
 #pragma GCC unroll 4
       for (int v = 0; v < V - 1; ++v) acc[r][v] += a * line[v], acc[r + 1][v] += b * line[v];
       last[r / 2] += halves(a, b) * line[V - 1];
@@ -88,7 +90,7 @@ static inline __attribute__((always_inline)) void clear(vec (&acc)[R][V]) {
 
 // Longer sums are made of partial ones, whose rounding errors don't pile up. For few columns the library takes dot
 // products in many short sums; to be as exact, so does a narrow tile.
-constexpr int64_t depth_per_sum(int vectors) { return vectors == 1 ? 24 : 192; }
+constexpr int64_t depth_per_sum(int vectors) { return vectors == 1 ? 24 : 64; }
 
 // How rows of output are divided among threads: blocks of rows that are a multiple of the tile.
 static inline int64_t block_of_rows(int64_t rows, int64_t tasks_wanted, int64_t tile, int64_t most) {

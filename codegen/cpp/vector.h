@@ -1,21 +1,16 @@
 // Vectors of float or double by the compiler's vector extensions: loads, stores, conversions and functions.
-// FUSER_REAL (float or double) is the arithmetic type. Functions give NaN for NaN, but sign_of 0, as eager's do.
+// FUSER_REAL (float or double) is the arithmetic type, FUSER_VECTOR_BYTES the size of a vector: 16, 32 (AVX2) or 64
+// (AVX-512). Functions give NaN for NaN, but sign_of 0, as eager's do.
 #pragma once
 #include <cstdint>
 #include <limits>
-#if !defined(__AVX2__)
+#if FUSER_VECTOR_BYTES < 32
 #include <cmath>
 #endif
 
 namespace fuser {
 
-#if defined(__AVX512F__)
-constexpr int vector_bytes = 64;
-#elif defined(__AVX2__)
-constexpr int vector_bytes = 32;
-#else
-constexpr int vector_bytes = 16;
-#endif
+constexpr int vector_bytes = FUSER_VECTOR_BYTES;
 
 using real = FUSER_REAL;
 constexpr int width = vector_bytes / static_cast<int>(sizeof(real));
@@ -94,7 +89,7 @@ template <class T> FUSER_INLINE vec load(const T* p) {
 }
 
 // Compiler built-ins rather than <immintrin.h>, which takes longer to parse than a kernel to compile.
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if FUSER_VECTOR_BYTES == 32
 typedef int32_t int_lanes __attribute__((vector_size(32)));
 typedef long long long_lanes __attribute__((vector_size(32)));
 FUSER_INLINE int_lanes first_lanes(int n) {
@@ -160,7 +155,7 @@ template <class T> FUSER_INLINE void store(T* p, vec v) {
   for (int i = 0; i < width; ++i) p[i] = from_real<T>(v[i]);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if FUSER_VECTOR_BYTES == 32
 // Halves, quarters and a single lane: far cheaper than a masked store on some CPUs.
 typedef float four_floats __attribute__((vector_size(16)));
 typedef float two_floats __attribute__((vector_size(8)));
@@ -239,15 +234,15 @@ FUSER_INLINE vec copy_sign(vec magnitude, vec sign) {
 FUSER_INLINE vec sign_of(vec x) { return is_nan(x) ? vec{} : (x > 0 ? broadcast(real(1)) : (x < 0 ? broadcast(real(-1)) : vec{})); }
 
 // Elementary functions: SLEEF's, which libtorch_cpu exports.
-#if defined(__AVX512F__)
+#if FUSER_VECTOR_BYTES == 64
 #define FUSER_SLEEF_F(name, precision) Sleef_##name##f16_##precision##avx512f
 #define FUSER_SLEEF_D(name, precision) Sleef_##name##d8_##precision##avx512f
-#elif defined(__AVX2__)
+#elif FUSER_VECTOR_BYTES == 32
 #define FUSER_SLEEF_F(name, precision) Sleef_##name##f8_##precision##avx2
 #define FUSER_SLEEF_D(name, precision) Sleef_##name##d4_##precision##avx2
 #endif
 
-#if defined(__AVX2__)
+#if FUSER_VECTOR_BYTES >= 32
 typedef float sleef_float __attribute__((vector_size(vector_bytes)));
 typedef double sleef_double __attribute__((vector_size(vector_bytes)));
 #define FUSER_UNARY(ours, name, precision)                                     \

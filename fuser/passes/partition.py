@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import networkx
 import torch
 from torch.fx import Graph, Node
 
@@ -232,6 +231,8 @@ def _cut(
     graph: Graph, backward: set[Node], results: Sequence, gradients: Sequence, inputs: Sequence[Node], program: Program
 ) -> list[Node]:
     """The forward nodes to keep, in graph order."""
+    import networkx  # only here: it takes a tenth of a second, which a model without gradients need not pay
+
     needed = _ancestors([*(n for n in gradients if isinstance(n, Node)), *backward])
     forward_needed = _ancestors([n for n in results if isinstance(n, Node)])
     targets = {target for target, _ in program.writes}
